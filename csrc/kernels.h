@@ -1,0 +1,47 @@
+/* kernels.h - matrix products on the integer lattice, one table of functions per instruction set.
+ *
+ * Contract, the same for every level and every m: per token and activation group an exact int32 dot, then one
+ * fp32 step  acc = fmaf((float)dot, act_scale, acc)  in group order, and  y = acc * U (+ bias).  So a result
+ * depends on neither m, nor the tile, nor the thread, nor the instruction set. */
+#ifndef TB_KERNELS_H
+#define TB_KERNELS_H
+#include "tb.h"
+
+/* How activations are rounded: per token and group of columns, x = rint(v * (L / amax)), scale amax / L. */
+enum { TB_ACT8 = 0, TB_ACT16 = 1, TB_ACT16_WIDE = 2 };   /* L, group: 127, 128 | 8191, 128 | 4095, 64 */
+enum { TB_DRAFT = 0, TB_VERIFY = 1 };
+
+/* Rounded activations of m tokens; the inside belongs to the kernels. */
+typedef struct tb_act {
+    int32_t kind, m, cols;
+    int32_t groups;            /* ceil(cols / group) */
+    int32_t padded;            /* columns padded to whole groups */
+    float *scale;              /* [m, groups] */
+    int16_t *x16;              /* [m, padded], kernel order */
+    int8_t *x8;                /* [m, padded ...], kernel order */
+    int32_t *sums;             /* per token: whatever the kernels want precomputed */
+} tb_act;
+
+size_t tb_act_bytes(int32_t kind, int32_t m, int32_t cols);                       /* 64-byte multiple */
+void tb_act_layout(tb_act *a, int32_t kind, int32_t m, int32_t cols, void *memory); /* memory: 64-byte aligned */
+/* kind of activations that op on w takes */
+int32_t tb_act_kind(const tb_matrix *w, int32_t op);
+
+typedef struct tb_kernels {
+    const char *name;
+    /* Rounds tokens [t0, t1) of x[m, cols] (row stride ldx) into a; 0, or -1 if a value is NaN or infinite. */
+    int (*quantize)(tb_act *a, const float *x, ptrdiff_t ldx, int32_t t0, int32_t t1);
+    /* y[t * ldy + row] for all tokens of a and the rows of row blocks [b0, b1) of 16; `scratch` is per thread. */
+    void (*matmul)(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch);
+} tb_kernels;
+
+size_t tb_kernel_scratch_bytes(int32_t max_cols);   /* per thread, enough for any level */
+
+extern const tb_kernels tb_kernels_generic;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const tb_kernels tb_kernels_avx2;
+#endif
+
+/* Level in use: chosen once from the processor and TWOBIT_CPU. NULL: the asked level is unavailable (tb_cpu_error says why). */
+const tb_kernels *tb_kernels_get(void);
+#endif

@@ -1,0 +1,136 @@
+/* tb.h - the public face of the twobit runtime.
+ *
+ * Two opaque types: a tb_model (weights, mapped and read-only) and a tb_session (one sequence: KV cache,
+ * scratch, threads). The caller validates and maps files and hands over plain pointers and sizes: nothing
+ * here parses anything. Every call that can fail returns 0 or a TB_E* code and puts one line in `err`.
+ *
+ * The part between the cdef marks is also what cffi reads, so it holds declarations only. */
+#ifndef TB_H
+#define TB_H
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef-begin */
+enum { TB_OK = 0, TB_EINVAL = 1, TB_ENOMEM = 2, TB_ENONFINITE = 3, TB_ECONTEXT = 4, TB_EABORT = 5, TB_EUNSUPPORTED = 6 };
+
+/* One bit-sliced matrix W[rows, cols], planes as FORMAT.md lays them out. rows == 0: absent.
+ *   draft     q2 = A (s (2c - (2^b - 1))) + B m        w2 = U q2
+ *   verifier  q  = q2 + f r                            w  = U q
+ * Planes are padded to 16 rows and 16 columns (scale records to 64 columns); bias is [rows] or NULL. */
+typedef struct tb_matrix {
+    int32_t rows, cols;
+    int32_t draft_bits;        /* b: 2, 3 or 4 */
+    int32_t residual_bits;     /* R: 4, 6 or 8; 0: no residual plane */
+    int32_t residual_group;    /* 16 or 32 columns per f */
+    int32_t wide;              /* 0: |q| <= 2047, activations +-8191 in groups of 128; 1: 8191, 4095, 64 */
+    const uint8_t *draft_codes, *draft_scales;
+    const float *row_scale;    /* U [rows padded] */
+    const uint8_t *row_a;      /* A */
+    const int8_t *row_b;       /* B */
+    const uint8_t *residual_codes, *residual_scales;
+    const float *bias;
+} tb_matrix;
+
+/* One decoder layer. Norm weights are fp32 with any "1 +" of the family already added; NULL: no such norm.
+ *   a = x [+ input_norm];  q, k, v = W a;  q/k/v norms, rope;  h = o(attention) [post_attention_norm];  x += h
+ *   a = x [+ pre_ffn_norm];  h = down(act(gate a) * up a) [post_ffn_norm];  x += h;  x *= output_scale */
+typedef struct tb_layer {
+    tb_matrix q, k, v, o, gate, up, down;    /* v.rows == 0: values are the keys as projected */
+    const float *input_norm, *q_norm, *k_norm, *post_attention_norm, *pre_ffn_norm, *post_ffn_norm;
+    int32_t n_heads, n_kv_heads, head_dim;
+    int32_t qk_norm_whole;     /* q/k norm over the whole projection (olmo2) instead of per head */
+    int32_t v_norm;            /* RMS norm without weight on each value head (gemma4) */
+    int32_t window;            /* keys visible: the last `window` positions, own one included; 0: all */
+    int32_t rope;              /* index into tb_model_desc.ropes; -1: no position encoding */
+    float attention_scale, attention_softcap;  /* softcap 0: none */
+    float output_scale;        /* 1 where the family has none */
+} tb_layer;
+
+/* Rotary embedding: dimension i < dim / 2 of a head turns with i + dim / 2 by angle position * inv_freq[i]. */
+typedef struct tb_rope {
+    int32_t dim;               /* rotated dimensions of a head (even) */
+    float factor;              /* multiplies cos and sin (yarn) */
+    const float *inv_freq;     /* [dim / 2] */
+} tb_rope;
+
+enum { TB_ACT_SILU = 0, TB_ACT_GELU_TANH = 1, TB_ACT_GELU = 2 };
+
+typedef struct tb_model_desc {
+    int32_t n_layers, hidden, intermediate_max, vocab, n_ropes, activation;
+    const tb_layer *layers;
+    const tb_rope *ropes;
+    const float *final_norm;
+    tb_matrix head;
+    const int8_t *embedding_codes;      /* [vocab, hidden] or NULL: rows of `head` (tied) */
+    const uint16_t *embedding_scales;   /* fp16 [vocab, ceil(hidden / 32)] */
+    float embedding_scale, norm_eps, final_softcap;  /* softcap 0: none */
+} tb_model_desc;
+
+typedef struct tb_model tb_model;
+typedef struct tb_session tb_session;
+
+/* Sampling is a pure function of (logits, history, these, position). */
+typedef struct tb_sampling {
+    float temperature, top_p, min_p, repeat_penalty, presence_penalty, frequency_penalty;
+    int32_t top_k;             /* 0: off */
+    int32_t repeat_last_n;     /* 0: penalties off, -1: whole history */
+    uint64_t seed;
+    int32_t n_bias;            /* logit bias: ids and what is added */
+    const int32_t *bias_ids;
+    const float *bias_values;
+} tb_sampling;
+
+typedef struct tb_step_options {
+    int32_t draft_max;         /* most drafted tokens per step; 0: plain decoding */
+    int32_t draft_fixed;       /* 1: always draft_max (as room allows); 0: length by measured cost */
+    int32_t budget;            /* emit at most this many tokens */
+    int32_t draft_only;        /* 1: the 2-bit shard alone decodes (lossy) */
+    int32_t n_eos;
+    const int32_t *eos;
+} tb_step_options;
+
+enum { TB_MAX_DRAFT = 63 };
+
+typedef struct tb_step_result {
+    int32_t n_tokens;          /* tokens emitted, 1 or more, in order; an EOS is the last */
+    int32_t tokens[64];
+    int32_t drafted, accepted; /* accepted drafted tokens among those emitted */
+    int32_t hit_eos;
+    double draft_s, verify_s, sample_s;
+} tb_step_result;
+
+const char *tb_cpu_level(void);                 /* kernels in use: "generic", "avx2", ... ; NULL: TB_EUNSUPPORTED, see tb_cpu_error */
+const char *tb_cpu_error(void);
+int tb_cpu_threads(void);                       /* usable cores: affinity mask and cgroup quota */
+
+tb_model *tb_model_new(const tb_model_desc *desc, char *err, size_t err_n);
+void tb_model_free(tb_model *m);
+
+tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threads, char *err, size_t err_n);
+void tb_session_free(tb_session *s);
+
+/* Appends n tokens with the full model, `chunk` at a time. logits: [n, vocab] if every, else [vocab] of the last, or NULL. */
+int tb_session_eval(tb_session *s, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n);
+/* The same with the 2-bit weights, over whatever the cache holds; the written positions are then not the verifier's. */
+int tb_session_eval_draft(tb_session *s, const int32_t *tokens, int32_t n, int32_t every, float *logits, char *err, size_t err_n);
+int32_t tb_session_length(const tb_session *s);
+/* Forgets the positions from `length` on; TB_ECONTEXT where a sliding-window ring no longer holds what is needed. */
+int tb_session_rewind(tb_session *s, int32_t length, char *err, size_t err_n);
+size_t tb_session_bytes(const tb_session *s);   /* cache and scratch */
+
+/* One speculative step. `history` holds prompt and output so far, [n_history]; its last token is not evaluated yet,
+ * the cache holds the n_history - 1 before it. */
+int tb_session_step(tb_session *s, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
+                    const tb_step_options *options, tb_step_result *result, char *err, size_t err_n);
+void tb_session_abort(tb_session *s, int32_t on);   /* from another thread or a signal handler; polled between layers */
+
+/* The sampler on its own: the token for `position` given fp32 logits [vocab] (not changed). */
+int tb_sample(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
+              int32_t position, int32_t *token, char *err, size_t err_n);
+
+/* y[m, rows] = x[m, cols] @ W^T on `threads` threads. op 0: draft (2-bit), 1: verify (2-bit + residual). For tests and bench. */
+int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *y, int32_t threads, int32_t repeat, double *seconds, char *err, size_t err_n);
+/* One row of W as fp32 [cols], 2-bit part alone or in full. */
+int tb_matrix_row(const tb_matrix *w, int32_t full, int32_t row, float *out);
+/* cdef-end */
+#endif

@@ -1,0 +1,39 @@
+"""What can go wrong, by cause. Each error is one clear line that names the thing, and a hint that says what to do next."""
+
+from __future__ import annotations
+
+
+class TwobitError(Exception):
+    """An expected failure. `str(error)` is the line to show; `hint` says what to do next."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(TwobitError):
+    """The command was asked for something that makes no sense (exit code 2)."""
+
+
+class ConfigError(TwobitError):
+    """config.json is missing, malformed, inconsistent or of a family that is not supported."""
+
+
+class CheckpointError(TwobitError):
+    """The source checkpoint is incomplete, damaged or not what its config says."""
+
+
+class CalibrationError(TwobitError):
+    """The calibration text cannot be used."""
+
+
+class FormatError(TwobitError):
+    """A twobit model is incomplete, damaged, of another version or of another build."""
+
+
+class TokenizerError(TwobitError):
+    """The tokenizer or the chat template is missing, unsupported or refuses its input."""
+
+
+class RuntimeFailure(TwobitError):
+    """The C runtime stopped: out of memory, context exhausted, a value that is not finite."""
