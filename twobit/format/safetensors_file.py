@@ -111,7 +111,8 @@ def map_file(path: str | os.PathLike[str], header: Header) -> np.ndarray:
 def tensor_view(mapped: np.ndarray, header: Header, name: str) -> np.ndarray:
     """The tensor as a read-only view of `map_file`'s array.
 
-    It has the tensor's shape and the type in `NUMPY_DTYPES`, or is flat uint8 where numpy has no such type. The view is aligned to its item size only if the file is. Raises FormatError where the file has no such tensor.
+    It has the tensor's shape and the type in `NUMPY_DTYPES`, or is flat uint8 where numpy has no such type. It is
+    aligned to its item size only if the file is. Raises FormatError where the file has no such tensor.
     """
     info = header.tensors.get(name)
     if info is None:
