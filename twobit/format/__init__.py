@@ -1,0 +1,1 @@
+"""The on-disk format: bit layout, manifest, writer and reader. FORMAT.md is the normative text."""
