@@ -1,0 +1,381 @@
+/* forward.c - the decoder, for one batch of tokens and one set of weights (2-bit draft, or in full).
+ *
+ * Four kinds of parallel section per layer: products, keys and rope (by token), attention (by head and token), and the
+ * steps between products (by token). Threads split rows, heads or tokens and never a sum, so the logits of a token
+ * are the same bits whatever the batch it came in and whatever the number of threads. */
+#include <string.h>
+
+#include "engine.h"
+
+typedef struct pass {
+    tb_session *s;
+    const tb_model *m;
+    const tb_layer *l;
+    tb_cache *cache;
+    int32_t op, n, position, layer;
+    const int32_t *tokens;
+} pass;
+
+/* --- which input was not finite: 1 + layer * 8 + place, layers counted from 0, the head as the last layer --- */
+
+enum { AT_QKV, AT_O, AT_GATE_UP, AT_DOWN, AT_HEAD };
+
+static void mark_bad(pass *p, int32_t place)
+{
+    int expected = 0;
+    atomic_compare_exchange_strong(&p->s->bad, &expected, 1 + p->layer * 8 + place);
+}
+
+static int check(pass *p, char *err, size_t n)
+{
+    static const char *const places[] = {"q/k/v_proj", "o_proj", "gate/up_proj", "down_proj", "lm_head"};
+    int bad = atomic_load(&p->s->bad);
+    if (!bad)
+        return TB_OK;
+    atomic_store(&p->s->bad, 0);
+    int place = (bad - 1) % 8, layer = (bad - 1) / 8;
+    if (place == AT_HEAD)
+        return tb_fail(err, n, TB_ENONFINITE, "the input of lm_head is not finite (positions %d to %d): the model's weights are damaged",
+                       (int)p->position, (int)(p->position + p->n - 1));
+    return tb_fail(err, n, TB_ENONFINITE, "layer %d: the input of %s is not finite (positions %d to %d): the model's weights are damaged",
+                   layer, places[place], (int)p->position, (int)(p->position + p->n - 1));
+}
+
+/* --- by token: the steps between products --- */
+
+typedef void (*token_step)(pass *p, int32_t t0, int32_t t1);
+typedef struct token_section {
+    pass *p;
+    token_step step;
+} token_section;
+
+static void token_part(void *arg, int32_t ith, int32_t nth)
+{
+    token_section *t = arg;
+    int32_t n = t->p->n;
+    t->step(t->p, (int32_t)((int64_t)n * ith / nth), (int32_t)((int64_t)n * (ith + 1) / nth));
+}
+
+/* A single token is less work than waking anybody. */
+static void by_token(pass *p, token_step step)
+{
+    token_section t = {p, step};
+    if (p->n == 1)
+        step(p, 0, 1);
+    else
+        tb_pool_run(p->s->pool, token_part, &t);
+}
+
+/* Rounds rows [t0, t1) of x for every activation kind that the given matrices ask for. */
+static void round_inputs(pass *p, const tb_matrix *const *w, int32_t n_w, const float *x, int32_t t0, int32_t t1, int32_t place)
+{
+    bool done[3] = {false, false, false};
+    for (int32_t i = 0; i < n_w; i++) {
+        int32_t kind = w[i]->rows ? tb_act_kind(w[i], p->op) : -1;
+        if (kind < 0 || done[kind])
+            continue;
+        done[kind] = true;
+        tb_act act;
+        tb_act_layout(&act, kind, p->n, w[i]->cols, p->s->s.acts[kind]);
+        if (t1 > t0 && p->m->kernels->quantize(&act, x, w[i]->cols, t0, t1))
+            mark_bad(p, place);
+    }
+}
+
+static void embed(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_model_desc *d = &p->m->d;
+    for (int32_t t = t0; t < t1; t++) {
+        float *x = p->s->s.x + (size_t)t * (size_t)d->hidden;
+        size_t id = (size_t)p->tokens[t], scales = ((size_t)d->hidden + 31) / 32;
+        if (d->embedding_codes)
+            p->m->ops->embedding_row(x, d->embedding_codes + id * (size_t)d->hidden, d->embedding_scales + id * scales, d->hidden);
+        else
+            tb_matrix_row(&d->head, d->head.residual_bits != 0, p->tokens[t], x);
+        if (d->embedding_scale != 1.0f)
+            p->m->ops->scale(x, d->embedding_scale, d->hidden);
+    }
+    /* Angles of every rope at these positions: cos then sin, rope after rope. */
+    for (int32_t t = t0; t < t1; t++) {
+        float *angles = p->s->s.angles + (size_t)t * 2 * (size_t)p->m->rope_half;
+        for (int32_t r = 0; r < d->n_ropes; r++) {
+            const tb_rope *rope = &d->ropes[r];
+            int32_t half = rope->dim / 2;
+            for (int32_t i = 0; i < half; i++) {
+                float sin, cos, angle = (float)(p->position + t) * rope->inv_freq[i];
+                tb_sincos((double)angle, &sin, &cos);
+                angles[i] = cos * rope->factor;
+                angles[half + i] = sin * rope->factor;
+            }
+            angles += 2 * half;
+        }
+    }
+}
+
+static void enter_attention(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_layer *l = p->l;
+    int32_t hidden = p->m->d.hidden;
+    const float *x = p->s->s.x;
+    if (l->input_norm) {
+        for (int32_t t = t0; t < t1; t++)
+            p->m->ops->rms_norm(p->s->s.a + (size_t)t * (size_t)hidden, x + (size_t)t * (size_t)hidden, l->input_norm, hidden, p->m->d.norm_eps);
+        x = p->s->s.a;
+    }
+    const tb_matrix *w[] = {&l->q, &l->k, &l->v};
+    round_inputs(p, w, 3, x, t0, t1, AT_QKV);
+}
+
+/* q/k/v norms, rope, and keys and values into the cache. */
+static void place_keys(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_layer *l = p->l;
+    const tb_ops *ops = p->m->ops;
+    int32_t hd = l->head_dim, half = 0;
+    size_t skip = 0;
+    if (l->rope >= 0) {
+        half = p->m->ropes[l->rope].dim / 2;
+        for (int32_t r = 0; r < l->rope; r++)
+            skip += (size_t)p->m->ropes[r].dim;
+    }
+    float eps = p->m->d.norm_eps;
+    for (int32_t t = t0; t < t1; t++) {
+        float *q = p->s->s.q + (size_t)t * (size_t)l->q.rows;
+        float *k = p->s->s.k + (size_t)t * (size_t)l->k.rows;
+        float *v = p->s->s.v + (size_t)t * (size_t)l->k.rows;
+        const float *cos = p->s->s.angles + (size_t)t * 2 * (size_t)p->m->rope_half + skip;
+        if (!l->v.rows)
+            memcpy(v, k, (size_t)l->k.rows * sizeof *v);
+        if (l->qk_norm_whole) {
+            if (l->q_norm)
+                ops->rms_norm(q, q, l->q_norm, l->q.rows, eps);
+            if (l->k_norm)
+                ops->rms_norm(k, k, l->k_norm, l->k.rows, eps);
+        }
+        for (int32_t h = 0; h < l->n_heads; h++) {
+            float *head = q + (size_t)h * (size_t)hd;
+            if (l->q_norm && !l->qk_norm_whole)
+                ops->rms_norm(head, head, l->q_norm, hd, eps);
+            if (half)
+                ops->rope(head, cos, cos + half, 2 * half);
+        }
+        int32_t slot = (p->position + t) % p->cache->ring;
+        for (int32_t h = 0; h < l->n_kv_heads; h++) {
+            size_t at = (size_t)h * (size_t)p->cache->ring * (size_t)hd;
+            float *key = k + (size_t)h * (size_t)hd, *value = v + (size_t)h * (size_t)hd;
+            if (l->k_norm && !l->qk_norm_whole)
+                ops->rms_norm(key, key, l->k_norm, hd, eps);
+            if (half)
+                ops->rope(key, cos, cos + half, 2 * half);
+            if (l->v_norm)
+                ops->rms_norm(value, value, NULL, hd, eps);
+            ops->store_key(p->cache->keys + at, key, hd, slot);
+            ops->store_value(p->cache->values + at, value, hd, slot);
+        }
+    }
+}
+
+static void enter_o(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_matrix *w[] = {&p->l->o};
+    round_inputs(p, w, 1, p->s->s.attention, t0, t1, AT_O);
+}
+
+/* x += norm(h); then the input of the feed-forward block. */
+static void leave_attention(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_layer *l = p->l;
+    const tb_ops *ops = p->m->ops;
+    int32_t hidden = p->m->d.hidden;
+    float eps = p->m->d.norm_eps;
+    for (int32_t t = t0; t < t1; t++) {
+        size_t at = (size_t)t * (size_t)hidden;
+        float *x = p->s->s.x + at, *h = p->s->s.h + at;
+        if (l->post_attention_norm)
+            ops->rms_norm(h, h, l->post_attention_norm, hidden, eps);
+        ops->add(x, h, hidden);
+        if (l->pre_ffn_norm)
+            ops->rms_norm(p->s->s.a + at, x, l->pre_ffn_norm, hidden, eps);
+    }
+    const tb_matrix *w[] = {&l->gate, &l->up};
+    round_inputs(p, w, 2, l->pre_ffn_norm ? p->s->s.a : p->s->s.x, t0, t1, AT_GATE_UP);
+}
+
+static void enter_down(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_matrix *w[] = {&p->l->down};
+    round_inputs(p, w, 1, p->s->s.gate, t0, t1, AT_DOWN);
+}
+
+static void leave_ffn(pass *p, int32_t t0, int32_t t1)
+{
+    const tb_layer *l = p->l;
+    int32_t hidden = p->m->d.hidden;
+    for (int32_t t = t0; t < t1; t++) {
+        size_t at = (size_t)t * (size_t)hidden;
+        float *x = p->s->s.x + at, *h = p->s->s.h + at;
+        if (l->post_ffn_norm)
+            p->m->ops->rms_norm(h, h, l->post_ffn_norm, hidden, p->m->d.norm_eps);
+        p->m->ops->add(x, h, hidden);
+        if (l->output_scale != 1.0f)
+            p->m->ops->scale(x, l->output_scale, hidden);
+    }
+}
+
+/* --- by rows: products --- */
+
+typedef struct products {
+    pass *p;
+    const tb_matrix *w[3];
+    float *y[3];
+    int32_t n_w, step;
+    bool gated;     /* w = gate, up: the activation follows in the same chunk */
+} products;
+
+static void product_part(void *arg, int32_t ith, int32_t nth)
+{
+    products *g = arg;
+    pass *p = g->p;
+    void *scratch = p->s->s.kernel + (size_t)ith * p->s->s.kernel_n;
+    (void)nth;
+    for (;;) {
+        int32_t chunk = tb_pool_next(p->s->pool);
+        int32_t i = 0, blocks = 0, b0 = 0;
+        for (; i < g->n_w; i++) {
+            blocks = (g->w[i]->rows + 15) / 16;
+            int32_t chunks = (blocks + g->step - 1) / g->step;
+            if (chunk < chunks) {
+                b0 = chunk * g->step;
+                break;
+            }
+            chunk -= chunks;
+            if (g->gated)
+                return;
+        }
+        if (i == g->n_w)
+            return;
+        int32_t b1 = b0 + g->step < blocks ? b0 + g->step : blocks;
+        for (int32_t j = i; j < (g->gated ? 2 : i + 1); j++) {
+            tb_act act;
+            int32_t kind = tb_act_kind(g->w[j], p->op);
+            tb_act_layout(&act, kind, p->n, g->w[j]->cols, p->s->s.acts[kind]);
+            p->m->kernels->matmul(g->w[j], p->op, &act, g->y[j], g->w[j]->rows, b0, b1, scratch);
+        }
+        if (g->gated) {
+            int32_t rows = g->w[0]->rows, r0 = b0 * 16, r1 = b1 * 16 < rows ? b1 * 16 : rows;
+            for (int32_t t = 0; t < p->n; t++) {
+                float *gate = g->y[0] + (size_t)t * (size_t)rows + r0;
+                p->m->ops->gate(gate, gate, g->y[1] + (size_t)t * (size_t)rows + r0, r1 - r0, p->m->d.activation);
+            }
+        }
+    }
+}
+
+/* Chunks small enough that a thread that starts late costs little, large enough to stream. */
+static void run_products(pass *p, products *g)
+{
+    int32_t blocks = 0;
+    for (int32_t i = 0; i < g->n_w; i++)
+        blocks += (g->w[i]->rows + 15) / 16;
+    g->p = p;
+    g->step = blocks / (p->s->threads * 8);
+    g->step = g->step < 1 ? 1 : g->step > 16 ? 16 : g->step;
+    if (p->s->threads == 1)
+        g->step = p->n == 1 ? blocks : 16;
+    tb_pool_run(p->s->pool, product_part, g);
+}
+
+/* --- by head and token: attention --- */
+
+static void attention_part(void *arg, int32_t ith, int32_t nth)
+{
+    pass *p = arg;
+    const tb_layer *l = p->l;
+    int32_t group = l->n_heads / l->n_kv_heads, hd = l->head_dim;
+    /* Whole groups share the conversion of keys; single heads balance better when there are few groups. */
+    int32_t parts = l->n_kv_heads * p->n >= 4 * nth ? 1 : group;
+    int32_t heads = group / parts, items = l->n_kv_heads * parts * p->n;
+    float *scores = p->s->s.scores + (size_t)ith * (size_t)p->m->group_max * ((size_t)p->s->capacity + 24);
+    for (int32_t item; (item = tb_pool_next(p->s->pool)) < items;) {
+        int32_t t = item / (l->n_kv_heads * parts), part = item % (l->n_kv_heads * parts), kv = part / parts;
+        int32_t position = p->position + t;
+        size_t at = (size_t)kv * (size_t)p->cache->ring * (size_t)hd;
+        tb_attention a = {p->cache->keys + at, p->cache->values + at, hd, p->cache->ring,
+                          l->window && position >= l->window ? position - l->window + 1 : 0, position,
+                          l->attention_scale, l->attention_softcap};
+        size_t head = (size_t)t * (size_t)l->q.rows + (size_t)part * (size_t)heads * (size_t)hd;
+        p->m->ops->attend(&a, p->s->s.q + head, p->s->s.attention + head, heads, scores);
+    }
+}
+
+/* --- the head --- */
+
+static void enter_head(pass *p, int32_t t0, int32_t t1)
+{
+    int32_t hidden = p->m->d.hidden;
+    for (int32_t t = t0; t < t1; t++) {
+        size_t at = (size_t)t * (size_t)hidden;
+        p->m->ops->rms_norm(p->s->s.a + at, p->s->s.x + at, p->m->d.final_norm, hidden, p->m->d.norm_eps);
+    }
+    const tb_matrix *w[] = {&p->m->d.head};
+    round_inputs(p, w, 1, p->s->s.a, t0, t1, AT_HEAD);
+}
+
+static void run_head(pass *p, int32_t which, float *logits)
+{
+    const tb_model_desc *d = &p->m->d;
+    if (which == TB_LOGITS_LAST && p->n > 1) {
+        memmove(p->s->s.x, p->s->s.x + (size_t)(p->n - 1) * (size_t)d->hidden, (size_t)d->hidden * sizeof(float));
+        p->position += p->n - 1;
+        p->n = 1;
+    }
+    by_token(p, enter_head);
+    products g = {.w = {&d->head}, .y = {logits}, .n_w = 1};
+    run_products(p, &g);
+    if (d->final_softcap > 0)
+        for (int32_t t = 0; t < p->n; t++)
+            p->m->ops->softcap(logits + (size_t)t * (size_t)d->vocab, d->final_softcap, d->vocab);
+}
+
+int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, int32_t which, float *logits,
+               char *err, size_t err_n)
+{
+    const tb_model *m = s->m;
+    for (int32_t t = 0; t < n; t++)
+        if (tokens[t] < 0 || tokens[t] >= m->d.vocab)
+            return tb_fail(err, err_n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[t], (int)m->d.vocab);
+    pass p = {s, m, NULL, NULL, op, n, position, 0, tokens};
+    tb_scratch *b = &s->s;
+    if (position + n > s->high)
+        s->high = position + n;
+    by_token(&p, embed);
+    for (int32_t i = 0; i < m->d.n_layers; i++) {
+        if (atomic_load_explicit(&s->abort, memory_order_relaxed))
+            return tb_fail(err, err_n, TB_EABORT, "interrupted");
+        const tb_layer *l = p.l = &m->layers[i];
+        p.cache = &s->caches[i];
+        p.layer = i;
+        by_token(&p, enter_attention);
+        products qkv = {.w = {&l->q, &l->k, &l->v}, .y = {b->q, b->k, b->v}, .n_w = l->v.rows ? 3 : 2};
+        run_products(&p, &qkv);
+        by_token(&p, place_keys);
+        tb_pool_run(s->pool, attention_part, &p);
+        by_token(&p, enter_o);
+        products o = {.w = {&l->o}, .y = {b->h}, .n_w = 1};
+        run_products(&p, &o);
+        by_token(&p, leave_attention);
+        products gate_up = {.w = {&l->gate, &l->up}, .y = {b->gate, b->up}, .n_w = 2, .gated = true};
+        run_products(&p, &gate_up);
+        by_token(&p, enter_down);
+        products down = {.w = {&l->down}, .y = {b->h}, .n_w = 1};
+        run_products(&p, &down);
+        by_token(&p, leave_ffn);
+        int code = check(&p, err, err_n);
+        if (code)
+            return code;
+    }
+    p.layer = m->d.n_layers;
+    if (which != TB_LOGITS_NONE)
+        run_head(&p, which, logits ? logits : b->logits);
+    return check(&p, err, err_n);
+}

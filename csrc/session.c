@@ -1,0 +1,247 @@
+/* session.c - one sequence: its KV cache, its scratch memory, and the calls that move it.
+ *
+ * The cache grows by doubling up to max_context. A layer with a sliding window keeps a ring of window + slack slots
+ * instead, so that a rejected draft never overwrites a key that is still needed. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine.h"
+#include "sampler.h"
+
+static int32_t round8(int32_t n) { return (n + 7) / 8 * 8; }
+static int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
+static int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* --- cache --- */
+
+static bool cache_resize(tb_cache *c, const tb_layer *l, int32_t ring)
+{
+    size_t width = (size_t)l->head_dim, old = (size_t)c->ring * width, new = (size_t)ring * width;
+    uint16_t *keys = tb_alloc(new * (size_t)l->n_kv_heads * sizeof *keys);
+    uint16_t *values = tb_alloc(new * (size_t)l->n_kv_heads * sizeof *values);
+    if (!keys || !values) {
+        tb_free(keys);
+        tb_free(values);
+        return false;
+    }
+    for (size_t h = 0; old && h < (size_t)l->n_kv_heads; h++) {
+        memcpy(keys + h * new, c->keys + h * old, old * sizeof *keys);
+        memcpy(values + h * new, c->values + h * old, old * sizeof *values);
+    }
+    tb_free(c->keys);
+    tb_free(c->values);
+    c->keys = keys;
+    c->values = values;
+    c->ring = ring;
+    return true;
+}
+
+static int reserve_cache(tb_session *s, int32_t needed, char *err, size_t n)
+{
+    if (needed <= s->capacity)
+        return TB_OK;
+    int32_t limit = round8(s->max_context);
+    int32_t capacity = max32(s->capacity, 256);
+    while (capacity < needed)
+        capacity = capacity > limit / 2 ? limit : capacity * 2;
+    capacity = min32(round8(capacity), limit);
+    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+        const tb_layer *l = &s->m->layers[i];
+        tb_cache *c = &s->caches[i];
+        int32_t ring = l->window ? round8(min32(limit, l->window + TB_RING_SLACK)) : capacity;
+        if (l->window && ring < limit)
+            c->windowed = true;
+        if (!c->windowed)
+            ring = capacity;
+        if (ring > c->ring && !cache_resize(c, l, ring))
+            return tb_fail(err, n, TB_ENOMEM, "out of memory for a cache of %d tokens (lower --ctx)", (int)capacity);
+    }
+    s->capacity = capacity;
+    return TB_OK;
+}
+
+/* --- scratch --- */
+
+static float *take(char **cursor, size_t floats)
+{
+    float *p = (float *)(void *)*cursor;
+    if (*cursor)
+        *cursor += (floats * sizeof(float) + 63) / 64 * 64;
+    return p;
+}
+
+static int reserve_tokens(tb_session *s, int32_t tokens, char *err, size_t n)
+{
+    tb_scratch *b = &s->s;
+    if (tokens <= b->tokens)
+        return TB_OK;
+    const tb_model *m = s->m;
+    size_t t = (size_t)tokens, hidden = (size_t)m->d.hidden, inter = (size_t)m->d.intermediate_max;
+    size_t widths[] = {hidden, hidden, hidden, (size_t)m->q_max, (size_t)m->kv_max, (size_t)m->kv_max,
+                       (size_t)m->q_max, inter, inter, 2 * (size_t)m->rope_half};
+    float **slots[] = {&b->x, &b->a, &b->h, &b->q, &b->k, &b->v, &b->attention, &b->gate, &b->up, &b->angles};
+    size_t bytes = 0, act_bytes[3];
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)
+        bytes += (t * widths[i] * sizeof(float) + 63) / 64 * 64;
+    for (int32_t kind = 0; kind < 3; kind++)
+        bytes += act_bytes[kind] = tb_act_bytes(kind, tokens, m->cols_max);
+    char *block = tb_alloc(bytes);
+    if (!block)
+        return tb_fail(err, n, TB_ENOMEM, "out of memory: a pass of %d tokens needs %zu MB of scratch", (int)tokens, bytes >> 20);
+    tb_free(b->block);
+    b->block = block;
+    char *cursor = block;
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)
+        *slots[i] = take(&cursor, t * widths[i]);
+    for (int32_t kind = 0; kind < 3; kind++) {
+        b->acts[kind] = cursor;
+        cursor += act_bytes[kind];
+    }
+    b->tokens = tokens;
+    b->bytes = bytes;
+    return TB_OK;
+}
+
+static int reserve_buffer(float **buffer, size_t *have, size_t want, char *err, size_t n)
+{
+    if (want <= *have)
+        return TB_OK;
+    tb_free(*buffer);
+    *have = 0;
+    *buffer = tb_alloc(want * sizeof(float));
+    if (!*buffer)
+        return tb_fail(err, n, TB_ENOMEM, "out of memory for %zu MB of scratch", want * sizeof(float) >> 20);
+    *have = want;
+    return TB_OK;
+}
+
+int tb_session_reserve(tb_session *s, int32_t needed, int32_t tokens, int32_t rows_out, char *err, size_t n)
+{
+    int code = reserve_cache(s, needed, err, n);
+    if (!code)
+        code = reserve_tokens(s, tokens, err, n);
+    if (!code)
+        code = reserve_buffer(&s->s.scores, &s->s.scores_n, (size_t)s->threads * (size_t)s->m->group_max * ((size_t)s->capacity + 24), err, n);
+    if (!code && rows_out > s->s.rows_out) {
+        size_t have = (size_t)s->s.rows_out * (size_t)s->m->d.vocab;
+        code = reserve_buffer(&s->s.logits, &have, (size_t)rows_out * (size_t)s->m->d.vocab, err, n);
+        s->s.rows_out = code ? 0 : rows_out;
+    }
+    return code;
+}
+
+/* --- life --- */
+
+tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threads, char *err, size_t n)
+{
+    if (max_context < 1 || max_context > (1 << 30) || threads < 1 || threads > 1024) {
+        tb_fail(err, n, TB_EINVAL, "a session needs a context of 1 or more tokens and 1 to 1024 threads");
+        return NULL;
+    }
+    tb_session *s = calloc(1, sizeof *s);
+    if (s) {
+        s->m = m;
+        s->threads = threads;
+        s->max_context = max_context;
+        s->caches = calloc((size_t)m->d.n_layers, sizeof *s->caches);
+        s->pool = tb_pool_new(threads);
+        s->s.kernel_n = tb_kernel_scratch_bytes(m->cols_max);
+        s->s.kernel = tb_alloc(s->s.kernel_n * (size_t)threads);
+        s->sampler = tb_alloc(tb_sample_scratch_bytes(m->d.vocab));
+        for (int32_t i = 0; i < TB_BINS; i++)
+            s->belief.accept[i] = (i + 0.5) / TB_BINS;
+        s->belief.accept_mean = 0.6;
+    }
+    if (!s || !s->caches || !s->pool || !s->s.kernel || !s->sampler) {
+        tb_session_free(s);
+        tb_fail(err, n, TB_ENOMEM, "out of memory for a session");
+        return NULL;
+    }
+    return s;
+}
+
+void tb_session_free(tb_session *s)
+{
+    if (!s)
+        return;
+    for (int32_t i = 0; s->caches && i < s->m->d.n_layers; i++) {
+        tb_free(s->caches[i].keys);
+        tb_free(s->caches[i].values);
+    }
+    free(s->caches);
+    tb_pool_free(s->pool);
+    tb_free(s->s.block);
+    tb_free(s->s.logits);
+    tb_free(s->s.scores);
+    tb_free(s->s.kernel);
+    tb_free(s->sampler);
+    free(s->history);
+    free(s);
+}
+
+int32_t tb_session_length(const tb_session *s) { return s->length; }
+void tb_session_abort(tb_session *s, int32_t on) { atomic_store(&s->abort, on ? 1 : 0); }
+
+size_t tb_session_bytes(const tb_session *s)
+{
+    size_t bytes = s->s.bytes + s->s.scores_n * sizeof(float) + s->s.kernel_n * (size_t)s->threads +
+                   (size_t)s->s.rows_out * (size_t)s->m->d.vocab * sizeof(float);
+    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+        const tb_layer *l = &s->m->layers[i];
+        bytes += 2 * sizeof(uint16_t) * (size_t)s->caches[i].ring * (size_t)l->head_dim * (size_t)l->n_kv_heads;
+    }
+    return bytes;
+}
+
+/* --- moving --- */
+
+static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n)
+{
+    if (n < 1 || chunk < 1)
+        return tb_fail(err, err_n, TB_EINVAL, "nothing to evaluate");
+    if (n > s->max_context - s->length)
+        return tb_fail(err, err_n, TB_ECONTEXT, "the context holds %d tokens: %d are in use and %d more do not fit", (int)s->max_context,
+                       (int)s->length, (int)n);
+    chunk = min32(min32(chunk, TB_CHUNK_MAX), n);
+    for (int32_t done = 0; done < n;) {
+        int32_t m = min32(chunk, n - done);
+        bool last = done + m == n;
+        int32_t which = !logits ? TB_LOGITS_NONE : every ? TB_LOGITS_ALL : last ? TB_LOGITS_LAST : TB_LOGITS_NONE;
+        int code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
+        if (!code)
+            code = tb_forward(s, op, tokens + done, m, s->length, which, every && logits ? logits + (size_t)done * (size_t)s->m->d.vocab : logits, err, err_n);
+        if (code)
+            return code;
+        s->length += m;
+        done += m;
+    }
+    return TB_OK;
+}
+
+int tb_session_eval(tb_session *s, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n)
+{
+    return eval(s, TB_VERIFY, tokens, n, chunk, every, logits, err, err_n);
+}
+
+int tb_session_eval_draft(tb_session *s, const int32_t *tokens, int32_t n, int32_t every, float *logits, char *err, size_t err_n)
+{
+    return eval(s, TB_DRAFT, tokens, n, TB_CHUNK_MAX, every, logits, err, err_n);
+}
+
+int tb_session_rewind(tb_session *s, int32_t length, char *err, size_t n)
+{
+    if (length < 0 || length > s->length)
+        return tb_fail(err, n, TB_EINVAL, "cannot rewind %d tokens to %d", (int)s->length, (int)length);
+    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+        const tb_cache *c = &s->caches[i];
+        int32_t oldest = max32(0, length - s->m->layers[i].window + 1);
+        if (c->windowed && length && oldest + c->ring < s->high)
+            return tb_fail(err, n, TB_ECONTEXT, "layer %d keeps a sliding window: going back from %d to %d needs keys that are gone; start from 0",
+                           (int)i, (int)s->high, (int)length);
+    }
+    s->length = length;
+    if (!length)
+        s->high = 0;
+    return TB_OK;
+}

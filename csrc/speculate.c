@@ -1,0 +1,181 @@
+/* speculate.c - one step: the 2-bit weights draft, the full weights verify, the sampler decides.
+ *
+ * A drafted token is accepted exactly when it is the token the sampler draws from the verifier's logits at that position,
+ * so a step emits what plain decoding would. How far to draft is a question of time alone: one more token is worth
+ * drafting while   P(all drafted so far and it are accepted)  >  rate * (draft step + verify(M + 1) - verify(M)),
+ * with every quantity measured as the session runs. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine.h"
+#include "os.h"
+#include "sampler.h"
+
+/* --- what the session believes about its speed --- */
+
+static void learn(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
+
+static int32_t bin_of(float confidence)
+{
+    int32_t bin = (int32_t)(confidence * TB_BINS);
+    return bin < 0 ? 0 : bin >= TB_BINS ? TB_BINS - 1 : bin;
+}
+
+/* Time to verify M tokens: measured, else between or beyond the nearest measured neighbours (8 % of one token's time each at first). */
+static double verify_time(const tb_belief *b, int32_t m)
+{
+    if (b->verify_s[m] > 0)
+        return b->verify_s[m];
+    int32_t below = m - 1, above = m + 1;
+    while (below > 0 && !(b->verify_s[below] > 0))
+        below--;
+    while (above < TB_HISTORY_TIMES && !(b->verify_s[above] > 0))
+        above++;
+    bool has_above = above < TB_HISTORY_TIMES;
+    if (below < 1)
+        return has_above ? b->verify_s[above] / (1 + 0.08 * (above - 1)) * (1 + 0.08 * (m - 1)) : 0;
+    if (has_above)
+        return b->verify_s[below] + (b->verify_s[above] - b->verify_s[below]) * (m - below) / (above - below);
+    return b->verify_s[below] * (1 + 0.08 * (m - 1)) / (1 + 0.08 * (below - 1));
+}
+
+/* Best rate that a fixed draft length promises, tokens per second; plain decoding is length 0. */
+static double best_rate(const tb_belief *b, int32_t most)
+{
+    double best = 0, expected = 1, path = 1;
+    for (int32_t k = 0; k <= most; k++) {
+        if (k) {
+            path *= b->accept_mean;
+            expected += path;
+        }
+        double rate = expected / (k * b->draft_s + verify_time(b, k + 1));
+        if (rate > best)
+            best = rate;
+    }
+    return best;
+}
+
+/* Every so often a step is spent on learning what drafting, or not drafting, would give. */
+enum { WARM_STEPS = 3, LOOK_AGAIN = 32 };
+
+static bool worth_drafting(const tb_belief *b, int32_t drafted, int32_t most, double path, double rate)
+{
+    if (drafted >= most)
+        return false;
+    if (b->steps < WARM_STEPS)                      /* 2, plain, 4: enough to know the machine */
+        return drafted < (b->steps == 0 ? 2 : b->steps == 1 ? 0 : 4);
+    if (b->steps % LOOK_AGAIN == LOOK_AGAIN - 1 && drafted < 2)
+        return true;
+    double cost = b->draft_s + verify_time(b, drafted + 2) - verify_time(b, drafted + 1);
+    return path * b->accept_mean > rate * cost;
+}
+
+/* --- the step --- */
+
+static int keep_history(tb_session *s, const int32_t *history, int32_t n)
+{
+    if (n + TB_MAX_DRAFT + 1 > s->history_n) {
+        int32_t want = 2 * n + 1024;
+        int32_t *grown = realloc(s->history, (size_t)want * sizeof *grown);
+        if (!grown)
+            return TB_ENOMEM;
+        s->history = grown;
+        s->history_n = want;
+    }
+    memcpy(s->history, history, (size_t)n * sizeof *history);
+    return TB_OK;
+}
+
+static bool ends(const tb_step_options *o, int32_t token)
+{
+    for (int32_t i = 0; i < o->n_eos; i++)
+        if (o->eos[i] == token)
+            return true;
+    return false;
+}
+
+/* Drafts up to `most` tokens behind history[n - 1]; returns how many. A draft that fails is only shorter. */
+static int32_t draft(tb_session *s, int32_t n, int32_t most, const tb_sampling *sampling, const tb_step_options *o, float *confidence,
+                     double *seconds, char *err, size_t err_n)
+{
+    tb_belief *b = &s->belief;
+    double path = 1, rate = o->draft_fixed ? 0 : best_rate(b, most);
+    int32_t drafted = 0;
+    while (o->draft_fixed ? drafted < most : worth_drafting(b, drafted, most, path, rate)) {
+        double t0 = tb_now();
+        int32_t token, at = n - 1 + drafted;
+        float *logits = s->s.logits;
+        if (tb_forward(s, TB_DRAFT, s->history + at, 1, at, TB_LOGITS_LAST, NULL, err, err_n) ||
+            tb_sample_with(logits, s->m->d.vocab, s->history, at + 1, sampling, at + 1, &token, &confidence[drafted], s->sampler, err, err_n))
+            break;
+        double took = tb_now() - t0;
+        *seconds += took;
+        learn(&b->draft_s, took, 0.1);
+        s->history[n + drafted] = token;
+        path *= b->accept[bin_of(confidence[drafted])];
+        drafted++;
+        if (ends(o, token))
+            break;
+    }
+    return drafted;
+}
+
+int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_sampling *sampling, const tb_step_options *o,
+                    tb_step_result *r, char *err, size_t err_n)
+{
+    memset(r, 0, sizeof *r);
+    if (n < 1 || s->length != n - 1)
+        return tb_fail(err, err_n, TB_EINVAL, "the cache holds %d tokens, a history of %d needs %d", (int)s->length, (int)n, (int)n - 1);
+    if (o->budget < 1 || o->draft_max < 0)
+        return tb_fail(err, err_n, TB_EINVAL, "a step needs a budget of 1 or more tokens");
+    if (n > s->max_context)
+        return tb_fail(err, err_n, TB_ECONTEXT, "the context of %d tokens is full", (int)s->max_context);
+    int32_t most = o->draft_only ? 0 : o->draft_max;
+    if (most > TB_MAX_DRAFT)
+        most = TB_MAX_DRAFT;
+    if (most > o->budget - 1)
+        most = o->budget - 1;
+    if (most > s->max_context - n)
+        most = s->max_context - n;
+    int code = tb_session_reserve(s, n + most, most + 1, most + 1, err, err_n);
+    if (code)
+        return code;
+    if (keep_history(s, history, n))
+        return tb_fail(err, err_n, TB_ENOMEM, "out of memory for the history");
+
+    float confidence[TB_MAX_DRAFT];
+    int32_t drafted = draft(s, n, most, sampling, o, confidence, &r->draft_s, err, err_n);
+    if (atomic_load(&s->abort))
+        return tb_fail(err, err_n, TB_EABORT, "interrupted");
+
+    double t0 = tb_now();
+    code = tb_forward(s, o->draft_only ? TB_DRAFT : TB_VERIFY, s->history + n - 1, drafted + 1, n - 1, TB_LOGITS_ALL, NULL, err, err_n);
+    if (code)
+        return code;
+    r->verify_s = tb_now() - t0;
+    learn(&s->belief.verify_s[drafted + 1], r->verify_s, 0.1);
+
+    t0 = tb_now();
+    r->drafted = drafted;
+    for (int32_t i = 0; i <= drafted; i++) {
+        int32_t token, guess = i < drafted ? s->history[n + i] : -1;
+        const float *logits = s->s.logits + (size_t)i * (size_t)s->m->d.vocab;
+        code = tb_sample_with(logits, s->m->d.vocab, s->history, n + i, sampling, n + i, &token, NULL, s->sampler, err, err_n);
+        if (code)
+            return code;
+        r->tokens[r->n_tokens++] = token;
+        bool accepted = i < drafted && token == guess;
+        if (i < drafted) {
+            learn(&s->belief.accept[bin_of(confidence[i])], accepted ? 1 : 1e-3, 0.05);
+            learn(&s->belief.accept_mean, accepted ? 1 : 1e-3, 0.05);
+        }
+        r->accepted += accepted;
+        r->hit_eos = ends(o, token);
+        if (!accepted || r->hit_eos || r->n_tokens >= o->budget)
+            break;
+    }
+    r->sample_s = tb_now() - t0;
+    s->length = n - 1 + r->n_tokens;
+    s->belief.steps++;
+    return TB_OK;
+}

@@ -1,0 +1,152 @@
+"""A packed model as the C runtime takes it: planes stay where they are mapped, C gets pointers and sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twobit.architecture import Architecture, Layer
+from twobit.format.manifest import TensorEntry
+from twobit.format.reader import PackedModel, open_model
+from twobit.runtime.lib import cpu_level, ffi, lib
+
+_ACTIVATIONS = {"silu": "TB_ACT_SILU", "gelu_tanh": "TB_ACT_GELU_TANH", "gelu": "TB_ACT_GELU"}
+
+
+class Model:
+    """An opened twobit model, ready for sessions. Weights are mapped read-only, never copied."""
+
+    def __init__(self, packed: PackedModel) -> None:
+        self.packed = packed
+        self.config = packed.config
+        self.architecture = Architecture.from_config(packed.config, str(packed.path / "config.json"))
+        self.vocab = self.architecture.vocab
+        self.level = cpu_level()
+        self._keep: list[Any] = []
+        buffer = ffi.new("char[512]")
+        self.c_model = lib.tb_model_new(self._describe(), buffer, 512)
+        if self.c_model == ffi.NULL:
+            from twobit.errors import RuntimeFailure
+
+            raise RuntimeFailure(f"{packed.path}: {ffi.string(buffer).decode()}")
+        self.c_model = ffi.gc(self.c_model, lib.tb_model_free)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Model:
+        return cls(open_model(Path(path)))
+
+    # --- numpy arrays to pointers; everything pointed to is kept alive by self._keep ---
+
+    def _pointer(self, kind: str, array: np.ndarray) -> Any:
+        pointer = ffi.from_buffer(kind, array)
+        self._keep.append((pointer, array))
+        return pointer
+
+    def _floats(self, name: str, offset: float = 0.0) -> Any:
+        values = self.packed.tensor(name).astype(np.float32) + np.float32(offset)
+        return self._pointer("float[]", np.ascontiguousarray(values))
+
+    def _optional(self, present: bool, name: str, offset: float = 0.0) -> Any:
+        return self._floats(name, offset) if present else ffi.NULL
+
+    def _matrix(self, module: str) -> dict[str, Any]:
+        entry: TensorEntry = self.packed.manifest.tensors[module]
+        planes = self.packed.planes
+
+        def plane(name: str, kind: str = "uint8_t[]") -> Any:
+            return self._pointer(kind, planes[f"{module}.{name}"])
+
+        has_residual = bool(entry.residual_bits) and f"{module}.residual_codes" in planes
+        rows, cols = entry.shape
+        return {
+            "rows": rows,
+            "cols": cols,
+            "draft_bits": entry.draft_bits,
+            "residual_bits": entry.residual_bits if has_residual else 0,
+            "residual_group": entry.residual_group if has_residual else 0,
+            "wide": int(entry.range == "wide"),
+            "draft_codes": plane("draft_codes"),
+            "draft_scales": plane("draft_scales"),
+            "row_scale": plane("row_scale", "float[]"),
+            "row_a": plane("row_a"),
+            "row_b": plane("row_b", "int8_t[]"),
+            "residual_codes": plane("residual_codes") if has_residual else ffi.NULL,
+            "residual_scales": plane("residual_scales") if has_residual else ffi.NULL,
+            "bias": self._optional(f"{module}.bias" in self.packed.manifest.tensors, f"{module}.bias"),
+        }
+
+    def _layer(self, layer: Layer) -> dict[str, Any]:
+        arch, prefix = self.architecture, f"model.layers.{layer.index}."
+        norms = arch.norm_names(layer)
+        offset = arch.norm_offset
+
+        def norm(role: str) -> Any:
+            name = norms.get(role)
+            return ffi.NULL if name is None else self._floats(name, offset)
+
+        matrices = {
+            "q": self._matrix(prefix + "self_attn.q_proj"),
+            "k": self._matrix(prefix + "self_attn.k_proj"),
+            "o": self._matrix(prefix + "self_attn.o_proj"),
+            "gate": self._matrix(prefix + "mlp.gate_proj"),
+            "up": self._matrix(prefix + "mlp.up_proj"),
+            "down": self._matrix(prefix + "mlp.down_proj"),
+        }
+        if not layer.value_is_key:
+            matrices["v"] = self._matrix(prefix + "self_attn.v_proj")
+        scale = float(self.packed.tensor(prefix + "layer_scalar").reshape(-1)[0]) if layer.output_scale else 1.0
+        return matrices | {
+            "input_norm": norm("input_norm"),
+            "q_norm": norm("q_norm"),
+            "k_norm": norm("k_norm"),
+            "post_attention_norm": norm("post_attention_norm"),
+            "pre_ffn_norm": norm("pre_ffn_norm"),
+            "post_ffn_norm": norm("post_ffn_norm"),
+            "n_heads": layer.n_heads,
+            "n_kv_heads": layer.n_kv_heads,
+            "head_dim": layer.head_dim,
+            "qk_norm_whole": int(layer.qk_norm == "whole"),
+            "v_norm": int(layer.v_norm),
+            "window": layer.window or 0,
+            "rope": -1 if layer.rope is None else layer.rope,
+            "attention_scale": layer.attention_scale,
+            "attention_softcap": layer.attention_softcap or 0.0,
+            "output_scale": scale,
+        }
+
+    def _describe(self) -> Any:
+        arch = self.architecture
+        layers = ffi.new("tb_layer[]", [self._layer(layer) for layer in arch.layers])
+        ropes = ffi.new(
+            "tb_rope[]",
+            [
+                {"dim": r.dim, "factor": r.factor, "inv_freq": self._pointer("float[]", np.asarray(r.inv_freq, np.float32))}
+                for r in arch.ropes
+            ]
+            or 1,
+        )
+        description = {
+            "n_layers": len(arch.layers),
+            "hidden": arch.hidden,
+            "intermediate_max": max(layer.intermediate for layer in arch.layers),
+            "vocab": arch.vocab,
+            "n_ropes": len(arch.ropes),
+            "activation": getattr(lib, _ACTIVATIONS[arch.activation]),
+            "layers": layers,
+            "ropes": ropes,
+            "final_norm": self._floats("model.norm.weight", arch.norm_offset),
+            "head": self._matrix("lm_head"),
+            "embedding_codes": ffi.NULL,
+            "embedding_scales": ffi.NULL,
+            "embedding_scale": arch.embedding_scale,
+            "norm_eps": arch.norm_eps,
+            "final_softcap": arch.final_softcap or 0.0,
+        }
+        if "model.embed_tokens.embedding_codes" in self.packed.planes:
+            planes = self.packed.planes
+            description["embedding_codes"] = self._pointer("int8_t[]", planes["model.embed_tokens.embedding_codes"])
+            description["embedding_scales"] = self._pointer("uint16_t[]", planes["model.embed_tokens.embedding_scales"])
+        self._keep += [layers, ropes]
+        return ffi.new("tb_model_desc *", description)
