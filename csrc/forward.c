@@ -49,7 +49,7 @@ typedef struct token_section {
     token_step step;
 } token_section;
 
-static void token_part(void *arg, int32_t ith, int32_t nth)
+static void token_part(void *arg, int ith, int nth)
 {
     token_section *t = arg;
     int32_t n = t->p->n;
@@ -63,7 +63,7 @@ static void by_token(pass *p, token_step step)
     if (p->n == 1)
         step(p, 0, 1);
     else
-        tb_pool_run(p->s->pool, token_part, &t);
+        tb_parallel_for(p->s->pool, token_part, &t);
 }
 
 /* Rounds rows [t0, t1) of x for every activation kind that the given matrices ask for. */
@@ -228,32 +228,26 @@ typedef struct products {
     pass *p;
     const tb_matrix *w[3];
     float *y[3];
-    int32_t n_w, step;
-    bool gated;     /* w = gate, up: the activation follows in the same chunk */
+    int32_t n_w, step, chunks;
+    bool gated;     /* w = gate, up: a chunk is rows of both, and their activation */
 } products;
 
-static void product_part(void *arg, int32_t ith, int32_t nth)
+static int32_t chunks_of(const products *g, int32_t i)
+{
+    return ((g->w[i]->rows + 15) / 16 + g->step - 1) / g->step;
+}
+
+static void product_part(void *arg, int ith, int nth)
 {
     products *g = arg;
     pass *p = g->p;
     void *scratch = p->s->s.kernel + (size_t)ith * p->s->s.kernel_n;
     (void)nth;
-    for (;;) {
-        int32_t chunk = tb_pool_next(p->s->pool);
-        int32_t i = 0, blocks = 0, b0 = 0;
-        for (; i < g->n_w; i++) {
-            blocks = (g->w[i]->rows + 15) / 16;
-            int32_t chunks = (blocks + g->step - 1) / g->step;
-            if (chunk < chunks) {
-                b0 = chunk * g->step;
-                break;
-            }
-            chunk -= chunks;
-            if (g->gated)
-                return;
-        }
-        if (i == g->n_w)
-            return;
+    for (int32_t chunk; (chunk = tb_pool_next(p->s->pool, g->chunks)) >= 0;) {
+        int32_t i = 0;
+        for (int32_t n; chunk >= (n = chunks_of(g, i)); i++)
+            chunk -= n;
+        int32_t blocks = (g->w[i]->rows + 15) / 16, b0 = chunk * g->step;
         int32_t b1 = b0 + g->step < blocks ? b0 + g->step : blocks;
         for (int32_t j = i; j < (g->gated ? 2 : i + 1); j++) {
             tb_act act;
@@ -282,12 +276,15 @@ static void run_products(pass *p, products *g)
     g->step = g->step < 1 ? 1 : g->step > 16 ? 16 : g->step;
     if (p->s->threads == 1)
         g->step = p->n == 1 ? blocks : 16;
-    tb_pool_run(p->s->pool, product_part, g);
+    g->chunks = 0;
+    for (int32_t i = 0; i < (g->gated ? 1 : g->n_w); i++)
+        g->chunks += chunks_of(g, i);
+    tb_parallel_for(p->s->pool, product_part, g);
 }
 
 /* --- by head and token: attention --- */
 
-static void attention_part(void *arg, int32_t ith, int32_t nth)
+static void attention_part(void *arg, int ith, int nth)
 {
     pass *p = arg;
     const tb_layer *l = p->l;
@@ -296,7 +293,7 @@ static void attention_part(void *arg, int32_t ith, int32_t nth)
     int32_t parts = l->n_kv_heads * p->n >= 4 * nth ? 1 : group;
     int32_t heads = group / parts, items = l->n_kv_heads * parts * p->n;
     float *scores = p->s->s.scores + (size_t)ith * (size_t)p->m->group_max * ((size_t)p->s->capacity + 24);
-    for (int32_t item; (item = tb_pool_next(p->s->pool)) < items;) {
+    for (int32_t item; (item = tb_pool_next(p->s->pool, items)) >= 0;) {
         int32_t t = item / (l->n_kv_heads * parts), part = item % (l->n_kv_heads * parts), kv = part / parts;
         int32_t position = p->position + t;
         size_t at = (size_t)kv * (size_t)p->cache->ring * (size_t)hd;
@@ -359,7 +356,7 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
         products qkv = {.w = {&l->q, &l->k, &l->v}, .y = {b->q, b->k, b->v}, .n_w = l->v.rows ? 3 : 2};
         run_products(&p, &qkv);
         by_token(&p, place_keys);
-        tb_pool_run(s->pool, attention_part, &p);
+        tb_parallel_for(s->pool, attention_part, &p);
         by_token(&p, enter_o);
         products o = {.w = {&l->o}, .y = {b->h}, .n_w = 1};
         run_products(&p, &o);

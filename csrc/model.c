@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "os.h"
 
 int tb_fail(char *err, size_t n, int code, const char *format, ...)
 {
@@ -146,12 +147,12 @@ typedef struct product {
     int32_t op;
 } product;
 
-static void product_part(void *arg, int32_t ith, int32_t nth)
+static void product_part(void *arg, int ith, int nth)
 {
     product *p = arg;
     (void)nth;
     int32_t blocks = (p->w->rows + 15) / 16, step = 4;
-    for (int32_t c; (c = tb_pool_next(p->pool)) * step < blocks;)
+    for (int32_t c; (c = tb_pool_next(p->pool, (blocks + step - 1) / step)) >= 0;)
         p->k->matmul(p->w, p->op, p->act, p->y, p->w->rows, c * step, c * step + step < blocks ? c * step + step : blocks,
                      p->scratch + (size_t)ith * p->scratch_n);
 }
@@ -166,7 +167,7 @@ int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *
         return tb_fail(err, n, TB_EINVAL, "this product is not possible");
     int32_t kind = tb_act_kind(w, op);
     void *memory = tb_alloc(tb_act_bytes(kind, m, w->cols));
-    tb_pool *pool = tb_pool_new(threads);
+    tb_pool *pool = tb_pool_new(threads, tb_cpu_threads());
     size_t scratch_n = tb_kernel_scratch_bytes(w->cols);
     char *scratch = tb_alloc(scratch_n * (size_t)threads);
     int code = TB_OK;
@@ -175,13 +176,13 @@ int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *
         tb_act_layout(&act, kind, m, w->cols, memory);
         product p = {k, w, &act, pool, y, scratch, scratch_n, op};
         for (int32_t i = 0; i < (repeat > 1 ? repeat : 1) && !code; i++) {
-            double t0 = tb_now();
+            double t0 = tb_clock();
             if (k->quantize(&act, x, w->cols, 0, m))
                 code = tb_fail(err, n, TB_ENONFINITE, "an input is not finite");
             else
-                tb_pool_run(pool, product_part, &p);
+                tb_parallel_for(pool, product_part, &p);
             if (seconds)
-                seconds[i] = tb_now() - t0;
+                seconds[i] = tb_clock() - t0;
         }
     } else {
         code = tb_fail(err, n, TB_ENOMEM, "out of memory");

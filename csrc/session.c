@@ -145,7 +145,7 @@ tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threa
         s->threads = threads;
         s->max_context = max_context;
         s->caches = calloc((size_t)m->d.n_layers, sizeof *s->caches);
-        s->pool = tb_pool_new(threads);
+        s->pool = tb_pool_new(threads, tb_cpu_threads());
         s->s.kernel_n = tb_kernel_scratch_bytes(m->cols_max);
         s->s.kernel = tb_alloc(s->s.kernel_n * (size_t)threads);
         s->sampler = tb_alloc(tb_sample_scratch_bytes(m->d.vocab));

@@ -102,13 +102,13 @@ static int32_t draft(tb_session *s, int32_t n, int32_t most, const tb_sampling *
     double path = 1, rate = o->draft_fixed ? 0 : best_rate(b, most);
     int32_t drafted = 0;
     while (o->draft_fixed ? drafted < most : worth_drafting(b, drafted, most, path, rate)) {
-        double t0 = tb_now();
+        double t0 = tb_clock();
         int32_t token, at = n - 1 + drafted;
         float *logits = s->s.logits;
         if (tb_forward(s, TB_DRAFT, s->history + at, 1, at, TB_LOGITS_LAST, NULL, err, err_n) ||
-            tb_sample_with(logits, s->m->d.vocab, s->history, at + 1, sampling, at + 1, &token, &confidence[drafted], s->sampler, err, err_n))
+            tb_sample_with(logits, s->m->d.vocab, s->history, at + 1, sampling, at + 1, &token, &confidence[drafted], s->sampler))
             break;
-        double took = tb_now() - t0;
+        double took = tb_clock() - t0;
         *seconds += took;
         learn(&b->draft_s, took, 0.1);
         s->history[n + drafted] = token;
@@ -130,6 +130,9 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         return tb_fail(err, err_n, TB_EINVAL, "a step needs a budget of 1 or more tokens");
     if (n > s->max_context)
         return tb_fail(err, err_n, TB_ECONTEXT, "the context of %d tokens is full", (int)s->max_context);
+    int code = tb_sample_check(sampling, s->m->d.vocab, err, err_n);
+    if (code)
+        return code;
     int32_t most = o->draft_only ? 0 : o->draft_max;
     if (most > TB_MAX_DRAFT)
         most = TB_MAX_DRAFT;
@@ -137,7 +140,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         most = o->budget - 1;
     if (most > s->max_context - n)
         most = s->max_context - n;
-    int code = tb_session_reserve(s, n + most, most + 1, most + 1, err, err_n);
+    code = tb_session_reserve(s, n + most, most + 1, most + 1, err, err_n);
     if (code)
         return code;
     if (keep_history(s, history, n))
@@ -148,21 +151,23 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     if (atomic_load(&s->abort))
         return tb_fail(err, err_n, TB_EABORT, "interrupted");
 
-    double t0 = tb_now();
+    double t0 = tb_clock();
     code = tb_forward(s, o->draft_only ? TB_DRAFT : TB_VERIFY, s->history + n - 1, drafted + 1, n - 1, TB_LOGITS_ALL, NULL, err, err_n);
     if (code)
         return code;
-    r->verify_s = tb_now() - t0;
+    r->verify_s = tb_clock() - t0;
     learn(&s->belief.verify_s[drafted + 1], r->verify_s, 0.1);
 
-    t0 = tb_now();
+    t0 = tb_clock();
     r->drafted = drafted;
     for (int32_t i = 0; i <= drafted; i++) {
         int32_t token, guess = i < drafted ? s->history[n + i] : -1;
         const float *logits = s->s.logits + (size_t)i * (size_t)s->m->d.vocab;
-        code = tb_sample_with(logits, s->m->d.vocab, s->history, n + i, sampling, n + i, &token, NULL, s->sampler, err, err_n);
+        code = tb_sample_with(logits, s->m->d.vocab, s->history, n + i, sampling, n + i, &token, NULL, s->sampler);
+        if (code == TB_ENONFINITE)
+            return tb_fail(err, err_n, code, "the logits for position %d are not finite: the model's weights are damaged", (int)(n + i));
         if (code)
-            return code;
+            return tb_fail(err, err_n, code, "the history holds a token outside the vocabulary of %d", (int)s->m->d.vocab);
         r->tokens[r->n_tokens++] = token;
         bool accepted = i < drafted && token == guess;
         if (i < drafted) {
@@ -174,7 +179,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         if (!accepted || r->hit_eos || r->n_tokens >= o->budget)
             break;
     }
-    r->sample_s = tb_now() - t0;
+    r->sample_s = tb_clock() - t0;
     s->length = n - 1 + r->n_tokens;
     s->belief.steps++;
     return TB_OK;
