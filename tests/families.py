@@ -16,8 +16,8 @@ VOCAB = 331
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 _COMMON: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _build(family: str, settings: dict[str, Any]) -> torch.nn.Module:
 
 
 def _randomize(model: torch.nn.Module, family: str, seed: int) -> None:
-    """Weights that make every part of the maths visible: logits of standard deviation about 1, no trivial norm or bias."""
+    """Weights that make every part of the maths visible: logits of deviation about 1, no trivial norm or bias."""
     generator = torch.Generator().manual_seed(seed)
     offset = 0.0 if family in ("gemma2", "gemma3", "gemma3_text") else 1.0
     with torch.no_grad():
@@ -192,7 +192,7 @@ _TRAINING = [
 
 
 def make_tokenizer(path: Path) -> Path:
-    """Writes tokenizer.json (byte-level BPE, fewer tokens than VOCAB), tokenizer_config.json and generation_config.json."""
+    """Writes tokenizer.json (byte-level BPE, fewer tokens than VOCAB), its config and generation_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
