@@ -149,6 +149,8 @@ def _randomize(model: torch.nn.Module, family: str, seed: int) -> None:
                 value.copy_(0.3 * noise)
             elif "norm" in name:
                 value.copy_(offset + 0.2 * noise)
+                if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):
+                    value.mul_(0.4)  # its scores have no scale of their own
 
 
 def make_checkpoint(

@@ -412,64 +412,52 @@ class Architecture:
     def tensors(self, names: Collection[str] | None = None) -> tuple[TensorSpec, ...]:
         """Every tensor that the forward pass consumes, in model order: embedding, layers, final norm, head.
 
-        A tied model has one spec for embedding and head: role "head", name lm_head.weight, whose source is the
-        embedding. `names`, the tensor names of a checkpoint, settle under which prefix the sources lie; without
-        them it is the family's usual one. CheckpointError where two prefixes hold the same model.
+        In a tied model, embedding and head have the same source. `names`, the tensor names of a checkpoint, settle
+        where the sources lie (families are wrapped in several prefixes; a tied file may hold the head alone); without
+        them it is the family's usual place. CheckpointError where the checkpoint holds embedding, head or norm twice.
         """
-        prefix, head = self._find_sources(names)
-        embedding = f"{prefix}embed_tokens.weight"
-        specs: list[TensorSpec] = []
-        if not self.tied:
-            specs.append(
-                TensorSpec(
-                    "model.embed_tokens.weight",
-                    embedding,
-                    (self.vocab, self.hidden),
-                    None,
-                    "embedding",
-                    None,
-                    "embedding",
-                )
-            )
+        prefix, embedding, head = self._find_sources(names)
+        table = (self.vocab, self.hidden)
+        specs = [TensorSpec("model.embed_tokens.weight", embedding, table, None, "embedding", None, "embedding")]
         for layer in self.layers:
             specs.extend(self._layer_tensors(layer, prefix))
-        specs.append(
-            TensorSpec("model.norm.weight", f"{prefix}norm.weight", (self.hidden,), None, "norm", None, "final_norm")
-        )
+        norm = f"{prefix}norm.weight"
+        specs.append(TensorSpec("model.norm.weight", norm, (self.hidden,), None, "norm", None, "final_norm"))
         source = embedding if self.tied else head
-        specs.append(TensorSpec("lm_head.weight", source, (self.vocab, self.hidden), None, "head", None, "head"))
+        specs.append(TensorSpec("lm_head.weight", source, table, None, "head", None, "head"))
         return tuple(specs)
-
-    def head_source(self, names: Collection[str]) -> str:
-        """Name of the head in a checkpoint, present or not: a tied model's file may hold a copy, or another head."""
-        return self._find_sources(names)[1]
 
     def known_extra(self, name: str) -> bool:
         """Is `name` a tensor that the text model never reads: rotary buffers, vision and audio parts, MTP layers?"""
         return _EXTRA.search(name) is not None
 
-    def _find_sources(self, names: Collection[str] | None) -> tuple[str, str]:
-        """Prefix of the decoder's tensors and the name of the head."""
+    def _find_sources(self, names: Collection[str] | None) -> tuple[str, str, str]:
+        """Prefix of the decoder's tensors, name of the embedding, name of the head."""
         prefix = self._prefixes[0]
         heads = ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"]
+        if prefix == "language_model.model.":
+            heads[:2] = heads[1::-1]
         if names is None:
-            return prefix, heads[1] if prefix == "language_model.model." else heads[0]
-        found = [p for p in self._prefixes if f"{p}embed_tokens.weight" in names]
-        if len(found) > 1:
-            first, second = (f"{p}embed_tokens.weight" for p in found[:2])
-            raise CheckpointError(
-                f"the checkpoint holds the input embedding twice: {first} and {second}",
-                "keep the tensors of one model only",
-            )
-        if found:
-            prefix = found[0]
-        heads_found = [name for name in heads if name in names]
-        if len(heads_found) > 1:
-            raise CheckpointError(
-                f"the checkpoint holds the head twice: {heads_found[0]} and {heads_found[1]}",
-                "keep the tensors of one model only",
-            )
-        return prefix, heads_found[0] if heads_found else heads[0]
+            return prefix, f"{prefix}embed_tokens.weight", heads[0]
+
+        def only(candidates: list[str], what: str) -> str | None:
+            found = [name for name in candidates if name in names]
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"the checkpoint holds the {what} twice: {found[0]} and {found[1]}",
+                    "keep the tensors of one model only",
+                )
+            return found[0] if found else None
+
+        # the final norm is always there; a tied checkpoint may hold only the head of the two equal tensors
+        norm = only([f"{p}norm.weight" for p in self._prefixes], "final norm")
+        if norm is not None:
+            prefix = norm.removesuffix("norm.weight")
+        embedding = only([f"{p}embed_tokens.weight" for p in self._prefixes], "input embedding")
+        head = only(heads, "head")
+        if embedding is None:
+            embedding = head if self.tied and head is not None else f"{prefix}embed_tokens.weight"
+        return prefix, embedding, head or heads[0]
 
     def _layer_tensors(self, layer: Layer, prefix: str) -> list[TensorSpec]:
         own, there = f"model.layers.{layer.index}.", f"{prefix}layers.{layer.index}."
