@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from twobit.architecture import Architecture, Layer
+from twobit.errors import RuntimeFailure
 from twobit.format.manifest import TensorEntry
 from twobit.format.reader import PackedModel, open_model
 from twobit.runtime.lib import cpu_level, ffi, lib
@@ -28,8 +29,6 @@ class Model:
         buffer = ffi.new("char[512]")
         self.c_model = lib.tb_model_new(self._describe(), buffer, 512)
         if self.c_model == ffi.NULL:
-            from twobit.errors import RuntimeFailure
-
             raise RuntimeFailure(f"{packed.path}: {ffi.string(buffer).decode()}")
         self.c_model = ffi.gc(self.c_model, lib.tb_model_free)
 
@@ -47,9 +46,6 @@ class Model:
     def _floats(self, name: str, offset: float = 0.0) -> Any:
         values = self.packed.tensor(name).astype(np.float32) + np.float32(offset)
         return self._pointer("float[]", np.ascontiguousarray(values))
-
-    def _optional(self, present: bool, name: str, offset: float = 0.0) -> Any:
-        return self._floats(name, offset) if present else ffi.NULL
 
     def _matrix(self, module: str) -> dict[str, Any]:
         entry: TensorEntry = self.packed.manifest.tensors[module]
@@ -74,36 +70,20 @@ class Model:
             "row_b": plane("row_b", "int8_t[]"),
             "residual_codes": plane("residual_codes") if has_residual else ffi.NULL,
             "residual_scales": plane("residual_scales") if has_residual else ffi.NULL,
-            "bias": self._optional(f"{module}.bias" in self.packed.manifest.tensors, f"{module}.bias"),
+            "bias": self._floats(f"{module}.bias") if f"{module}.bias" in self.packed.manifest.tensors else ffi.NULL,
         }
 
-    def _layer(self, layer: Layer) -> dict[str, Any]:
-        arch, prefix = self.architecture, f"model.layers.{layer.index}."
-        norms = arch.norm_names(layer)
-        offset = arch.norm_offset
-
-        def norm(role: str) -> Any:
-            name = norms.get(role)
-            return ffi.NULL if name is None else self._floats(name, offset)
-
-        matrices = {
-            "q": self._matrix(prefix + "self_attn.q_proj"),
-            "k": self._matrix(prefix + "self_attn.k_proj"),
-            "o": self._matrix(prefix + "self_attn.o_proj"),
-            "gate": self._matrix(prefix + "mlp.gate_proj"),
-            "up": self._matrix(prefix + "mlp.up_proj"),
-            "down": self._matrix(prefix + "mlp.down_proj"),
+    def _layer(self, layer: Layer, names: dict[str, str]) -> dict[str, Any]:
+        """`names`: the layer's tensors by what they do, such as q, down, input_norm, output_scale."""
+        c_layer: dict[str, Any] = {
+            part: self._matrix(names[part].removesuffix(".weight"))
+            for part in ("q", "k", "v", "o", "gate", "up", "down")
+            if part in names
         }
-        if not layer.value_is_key:
-            matrices["v"] = self._matrix(prefix + "self_attn.v_proj")
-        scale = float(self.packed.tensor(prefix + "layer_scalar").reshape(-1)[0]) if layer.output_scale else 1.0
-        return matrices | {
-            "input_norm": norm("input_norm"),
-            "q_norm": norm("q_norm"),
-            "k_norm": norm("k_norm"),
-            "post_attention_norm": norm("post_attention_norm"),
-            "pre_ffn_norm": norm("pre_ffn_norm"),
-            "post_ffn_norm": norm("post_ffn_norm"),
+        for part in ("input_norm", "q_norm", "k_norm", "post_attention_norm", "pre_ffn_norm", "post_ffn_norm"):
+            c_layer[part] = self._floats(names[part], self.architecture.norm_offset) if part in names else ffi.NULL
+        scale = self.packed.tensor(names["output_scale"]).item() if layer.output_scale else 1.0
+        return c_layer | {
             "n_heads": layer.n_heads,
             "n_kv_heads": layer.n_kv_heads,
             "head_dim": layer.head_dim,
@@ -118,7 +98,11 @@ class Model:
 
     def _describe(self) -> Any:
         arch = self.architecture
-        layers = ffi.new("tb_layer[]", [self._layer(layer) for layer in arch.layers])
+        names: list[dict[str, str]] = [{} for _ in arch.layers]
+        for spec in arch.tensors():
+            if spec.layer is not None and spec.role != "bias":
+                names[spec.layer][spec.part] = spec.name
+        layers = ffi.new("tb_layer[]", [self._layer(layer, names[layer.index]) for layer in arch.layers])
         ropes = ffi.new(
             "tb_rope[]",
             [
