@@ -5,7 +5,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
-#include <unistd.h>
 
 int tb_thread_start(tb_thread *t, void *(*fn)(void *), void *arg)
 {
@@ -38,4 +37,14 @@ int64_t tb_clock_ns(void)
 
 double tb_clock(void) { return (double)tb_clock_ns() * 1e-9; }
 void tb_yield(void) { sched_yield(); }
-int64_t tb_process_id(void) { return (int64_t)getpid(); }
+
+static int forks;
+static void forked(void) { forks++; }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+
+int tb_forks(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    return forks;
+}

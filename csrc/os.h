@@ -25,7 +25,7 @@ void tb_cond_wake_all(tb_cond *c);
 int64_t tb_clock_ns(void);         /* monotonic */
 double tb_clock(void);             /* the same in seconds */
 void tb_yield(void);
-int64_t tb_process_id(void);
+int tb_forks(void);                /* grows in a forked child: threads started before that number are not there */
 
 /* Tells the core that this is a wait loop. */
 static inline void tb_relax(void)
