@@ -11,15 +11,14 @@
 enum { TB_ACT8 = 0, TB_ACT16 = 1, TB_ACT16_WIDE = 2 };   /* L, group: 127, 128 | 8191, 128 | 4095, 64 */
 enum { TB_DRAFT = 0, TB_VERIFY = 1 };
 
-/* Rounded activations of m tokens; the inside belongs to the kernels. */
+/* Rounded activations of m tokens. `data` is in the order of the level that rounded it: quantize and matmul of one level
+ * belong together, and so do the m and the kind they were laid out for. */
 typedef struct tb_act {
     int32_t kind, m, cols;
-    int32_t groups;            /* ceil(cols / group) */
-    int32_t padded;            /* columns padded to whole groups */
-    float *scale;              /* [m, groups] */
-    int16_t *x16;              /* [m, padded], kernel order */
-    int8_t *x8;                /* [m, padded ...], kernel order */
-    int32_t *sums;             /* per token: whatever the kernels want precomputed */
+    int32_t group, groups;     /* columns per group; ceil(cols / group) */
+    int32_t record;            /* bytes of one token and group in data: 2 * group, and 64 for sums */
+    float *scale;              /* [groups, m] */
+    uint8_t *data;             /* [groups, m, record] */
 } tb_act;
 
 size_t tb_act_bytes(int32_t kind, int32_t m, int32_t cols);                       /* 64-byte multiple */
@@ -35,7 +34,8 @@ typedef struct tb_kernels {
     void (*matmul)(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch);
 } tb_kernels;
 
-size_t tb_kernel_scratch_bytes(int32_t max_cols);   /* per thread, enough for any level */
+enum { TB_SCRATCH_MIN = 12288 };                    /* bytes of scratch that a level may want whatever the matrix */
+size_t tb_kernel_scratch_bytes(int32_t max_cols);   /* per thread, enough for any level; 64-byte aligned memory */
 
 extern const tb_kernels tb_kernels_generic;
 #if defined(__x86_64__) || defined(_M_X64)

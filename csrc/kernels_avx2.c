@@ -1,0 +1,555 @@
+/* kernels_avx2.c - the matrix kernels in AVX2, FMA.
+ *
+ * A dword lane is a row: 8 rows x 16 columns ("half a unit") are two registers of codes at most, activations are
+ * broadcast four columns at a time, and nothing is summed across lanes. Three kernels, all exact integers per group:
+ *
+ *   draft        c x with int8 activations: vpmaddubsw over a unit, then vpmaddwd with the row's step 2 A s.
+ *   verify, one  the same for c and for the residual, with x = 128 xh + xl, both int8. A weight is never rebuilt.
+ *   verify, many q is rebuilt as int16, once per 128 tokens, into 4 KB of scratch (16 rows x one group);
+ *                vpmaddwd + vpaddd from there for tiles of up to four tokens.
+ *
+ * What the codes' zero points and B m contribute is one integer per row and unit,
+ *   K = B m - (2^b - 1) A s - 2^(R-1) f,   times the sum of x over the unit.
+ *
+ * The asm fences keep gcc from turning sums into trees (which spill) and loads into repeated memory operands. */
+#include "kernels.h"
+
+#include <immintrin.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define KEEP(v) __asm__("" : "+x"(v))
+
+enum { CHUNK = 128 };    /* tokens per rebuild of the weights */
+
+INLINE __m256i load(const void *p) { return _mm256_loadu_si256(p); }
+INLINE void store(void *p, __m256i v) { _mm256_storeu_si256(p, v); }
+INLINE __m256i words(int v) { return _mm256_set1_epi16((int16_t)v); }
+INLINE __m256i bytes(int v) { return _mm256_set1_epi8((int8_t)v); }
+
+INLINE __m256i broadcast(const void *p)
+{
+    int32_t v;
+    memcpy(&v, p, sizeof v);
+    return _mm256_set1_epi32(v);
+}
+
+/* acc += the products of int16 pairs, as an instruction of its own. */
+INLINE __m256i mac(__m256i acc, __m256i a, __m256i b)
+{
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
+    KEEP(acc);
+    return acc;
+}
+
+/* Half `h` of the unit at p: v[j] holds, per row, the bytes of columns 4 j .. 4 j + 3 (layout: kernels_generic.c). */
+INLINE void unpack(int bits, const uint8_t *p, int h, __m256i v[4])
+{
+    if (bits == 8) {
+        for (int j = 0; j < 4; j++)
+            v[j] = load(p + 64 * j + 32 * h);
+    } else if (bits == 6) {
+        const __m256i x = load(p + 32 * h), y = load(p + 64 + 32 * h), z = load(p + 128 + 32 * h), low = bytes(63);
+        v[0] = _mm256_and_si256(x, low);
+        v[1] = _mm256_and_si256(y, low);
+        v[2] = _mm256_and_si256(z, low);
+        v[3] = _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(x, 6), bytes(0x03)),
+                                               _mm256_and_si256(_mm256_srli_epi16(y, 4), bytes(0x0c))),
+                               _mm256_and_si256(_mm256_srli_epi16(z, 2), bytes(0x30)));
+    } else if (bits == 4) {
+        for (int l = 0; l < 2; l++) {
+            const __m256i x = load(p + 64 * l + 32 * h);
+            v[2 * l] = _mm256_and_si256(x, bytes(15));
+            v[2 * l + 1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), bytes(15));
+        }
+    } else {
+        const __m256i x = load(p + 32 * h), low = bytes(3);
+        v[0] = _mm256_and_si256(x, low);
+        v[1] = _mm256_and_si256(_mm256_srli_epi16(x, 2), low);
+        v[2] = _mm256_and_si256(_mm256_srli_epi16(x, 4), low);
+        v[3] = _mm256_and_si256(_mm256_srli_epi16(x, 6), low);
+        if (bits == 3) {
+            /* a dword gets its row's u16 twice over; nibble j of that is tested bit by bit */
+            const __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + 64 + 16 * h)));
+            const __m256i row = _mm256_setr_epi8(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6,
+                                                 8, 8, 8, 8, 10, 10, 10, 10, 12, 12, 12, 12, 14, 14, 14, 14);
+            for (int j = 0; j < 4; j++) {
+                const __m256i bit = _mm256_set1_epi32(j % 2 ? (int32_t)0x80402010u : 0x08040201);
+                const __m256i x8 = _mm256_shuffle_epi8(high, _mm256_add_epi8(row, bytes(j / 2)));
+                v[j] = _mm256_or_si256(v[j], _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(x8, bit), bit), bytes(4)));
+            }
+        }
+    }
+}
+
+/* Per-row constants of 8 rows, as pairs of equal words: 2 A, (2^b - 1) A, B. */
+typedef struct rows { __m256i a2, an, b; } rows;
+
+INLINE __m256i pairs(__m256i dwords)
+{
+    return _mm256_blend_epi16(dwords, _mm256_slli_epi32(dwords, 16), 0xaa);
+}
+
+INLINE rows load_rows(const tb_matrix *w, int bits, int32_t row)
+{
+    const __m256i a = pairs(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(w->row_a + row))));
+    const __m256i b = pairs(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w->row_b + row))));
+    return (rows){ _mm256_add_epi16(a, a), _mm256_mullo_epi16(a, words((1 << bits) - 1)), b };
+}
+
+/* Scales of 8 rows over one quad, as words: [0] of units 0 and 2, [1] of units 1 and 3. */
+typedef struct quad { __m256i step[2], f[2], k[2]; } quad;    /* 2 A s, f, K */
+
+INLINE quad draft_quad(const uint8_t *record, int h, const rows *r)
+{
+    const __m256i x = load(record + 32 * h), low = words(15), m = _mm256_xor_si256(x, bytes(-128));
+    const __m256i s0 = _mm256_and_si256(x, low), s1 = _mm256_and_si256(_mm256_srli_epi16(x, 8), low);
+    const __m256i m0 = _mm256_srai_epi16(_mm256_slli_epi16(m, 8), 12), m1 = _mm256_srai_epi16(m, 12);
+    quad q;
+    q.step[0] = _mm256_mullo_epi16(s0, r->a2);
+    q.step[1] = _mm256_mullo_epi16(s1, r->a2);
+    q.k[0] = _mm256_sub_epi16(_mm256_mullo_epi16(m0, r->b), _mm256_mullo_epi16(s0, r->an));
+    q.k[1] = _mm256_sub_epi16(_mm256_mullo_epi16(m1, r->b), _mm256_mullo_epi16(s1, r->an));
+    q.f[0] = q.f[1] = _mm256_setzero_si256();
+    return q;
+}
+
+INLINE quad verify_quad(const uint8_t *record, const uint8_t *residual, int group, int bits, int h, const rows *r)
+{
+    quad q = draft_quad(record, h, r);
+    const __m256i low = words(15);
+    if (group == 16) {
+        const __m256i at = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1,
+                                            8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15, -1);
+        const __m128i x = _mm_loadu_si128((const void *)(residual + 16 * h));
+        const __m256i f = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), at);
+        q.f[0] = _mm256_and_si256(f, low);
+        q.f[1] = _mm256_srli_epi16(f, 4);
+    } else {
+        const __m256i f = pairs(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(residual + 8 * h))));
+        q.f[0] = q.f[1] = _mm256_and_si256(_mm256_blend_epi16(f, _mm256_srli_epi16(f, 4), 0xaa), low);
+    }
+    q.k[0] = _mm256_sub_epi16(q.k[0], _mm256_slli_epi16(q.f[0], bits - 1));
+    q.k[1] = _mm256_sub_epi16(q.k[1], _mm256_slli_epi16(q.f[1], bits - 1));
+    return q;
+}
+
+/* The word of unit u of a quad, in both words of each row. */
+INLINE __m256i of_unit(const __m256i v[2], int u)
+{
+    const __m256i first = _mm256_set1_epi64x(0x0504050401000100), second = _mm256_set1_epi64x(0x0706070603020302);
+    const __m256i lane = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
+    return _mm256_shuffle_epi8(v[u % 2], _mm256_add_epi8(u < 2 ? first : second, lane));
+}
+
+/* ---- activations ----
+ *
+ * A record (one token, one group), `sums` at 2 * group:
+ *   ACT8          int8 [group] in column order; sums: per quad, words X0 X2 X1 X3, the sums of x over its units
+ *   ACT16, m = 1  int8 xl [group], int8 xh [group], x = 128 xh + xl; sums: per quad Xl0 Xl2 Xl1 Xl3 Xh0 Xh2 Xh1 Xh3
+ *   ACT16, m > 1  int16 [group], each four columns in the order 0 2 1 3 (even and odd bytes of the codes) */
+
+INLINE __m128i unit_sums(const int16_t *x)
+{
+    const __m256i one = words(1);
+    __m256i s[4];
+    for (int u = 0; u < 4; u++)
+        s[u] = _mm256_madd_epi16(load(x + 16 * u), one);
+    s[0] = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
+    const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(s[0]), _mm256_extracti128_si256(s[0], 1));
+    return _mm_shuffle_epi8(sum, _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+}
+
+/* x[0..31] as int8, in order. */
+INLINE void store_bytes(int8_t *out, __m256i lo, __m256i hi)
+{
+    store(out, _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8));
+}
+
+static void finish_record(const tb_act *a, const int16_t *x, uint8_t *record)
+{
+    uint8_t *sums = record + 2 * a->group;
+    if (a->kind == TB_ACT8) {
+        for (int32_t k = 0; k < a->group; k += 32)
+            store_bytes((int8_t *)record + k, load(x + k), load(x + k + 16));
+        for (int32_t k = 0; k < a->group; k += 64, sums += 8)
+            _mm_storel_epi64((void *)sums, unit_sums(x + k));
+    } else if (a->m == 1) {
+        int16_t part[2][128];
+        for (int32_t k = 0; k < a->group; k += 16) {
+            const __m256i v = load(x + k), half = words(64);
+            const __m256i xl = _mm256_sub_epi16(_mm256_and_si256(_mm256_add_epi16(v, half), words(127)), half);
+            store(part[0] + k, xl);
+            store(part[1] + k, _mm256_srai_epi16(_mm256_sub_epi16(v, xl), 7));
+        }
+        for (int p = 0; p < 2; p++)
+            for (int32_t k = 0; k < a->group; k += 32)
+                store_bytes((int8_t *)record + p * a->group + k, load(part[p] + k), load(part[p] + k + 16));
+        for (int32_t k = 0; k < a->group; k += 64, sums += 16) {
+            _mm_storel_epi64((void *)sums, unit_sums(part[0] + k));
+            _mm_storel_epi64((void *)(sums + 8), unit_sums(part[1] + k));
+        }
+    } else {
+        for (int32_t k = 0; k < a->group; k += 16)
+            store(record + 2 * k, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(load(x + k), 0xd8), 0xd8));
+    }
+}
+
+static int quantize(tb_act *a, const float *x, ptrdiff_t ldx, int32_t t0, int32_t t1)
+{
+    const float limit = a->kind == TB_ACT8 ? 127 : a->kind == TB_ACT16 ? 8191 : 4095;
+    const __m256i magnitude = _mm256_set1_epi32(INT32_MAX), top = _mm256_set1_epi32((int32_t)limit);
+    for (int32_t t = t0; t < t1; t++)
+        for (int32_t g = 0; g < a->groups; g++) {
+            const size_t at = (size_t)g * (size_t)a->m + (size_t)t;
+            const float *v = x + t * ldx + (ptrdiff_t)g * a->group;
+            const int32_t left = a->cols - g * a->group;
+            uint8_t *record = a->data + at * (size_t)a->record;
+            float tail[128];
+            int16_t q[128];
+
+            if (left < a->group) {
+                memset(tail, 0, sizeof tail);
+                memcpy(tail, v, (size_t)left * sizeof *v);
+                v = tail;
+            }
+            /* magnitudes order as their bits do, infinities and NaNs above all others */
+            __m256i most = _mm256_setzero_si256();
+            for (int32_t k = 0; k < a->group; k += 8)
+                most = _mm256_max_epi32(most, _mm256_and_si256(load(v + k), magnitude));
+            __m128i max4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+            max4 = _mm_max_epi32(max4, _mm_shuffle_epi32(max4, 0x4e));
+            max4 = _mm_max_epi32(max4, _mm_shuffle_epi32(max4, 0xb1));
+            const float amax = _mm_cvtss_f32(_mm_castsi128_ps(max4));
+            if (_mm_cvtsi128_si32(max4) >= 0x7f800000)
+                return -1;
+            if (amax < 1e-30f) {
+                a->scale[at] = 0;
+                memset(record, 0, (size_t)a->record);
+                continue;
+            }
+            a->scale[at] = amax / limit;
+            const __m256 by = _mm256_set1_ps(limit / amax);
+            for (int32_t k = 0; k < a->group; k += 16) {
+                __m256i lo = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(v + k), by));
+                __m256i hi = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(v + k + 8), by));
+                lo = _mm256_max_epi32(_mm256_min_epi32(lo, top), _mm256_sub_epi32(_mm256_setzero_si256(), top));
+                hi = _mm256_max_epi32(_mm256_min_epi32(hi, top), _mm256_sub_epi32(_mm256_setzero_si256(), top));
+                store(q + k, _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8));
+            }
+            finish_record(a, q, record);
+        }
+    return 0;
+}
+
+/* ---- results ---- */
+
+typedef struct sums { __m256 lane[2]; } sums;    /* fp32 of the 16 rows of a block, one token */
+
+INLINE __m256 add_group(__m256 acc, __m256i dot, float scale)
+{
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_set1_ps(scale), acc);
+}
+
+INLINE void store_block(const tb_matrix *w, int32_t block, const sums *acc, float *y)
+{
+    const int32_t row = 16 * block, n = w->rows - row < 16 ? w->rows - row : 16;
+    float out[16], bias[16] = { 0 };
+    if (w->bias)
+        memcpy(bias, w->bias + row, (size_t)n * sizeof *bias);
+    for (int h = 0; h < 2; h++) {
+        __m256 v = _mm256_mul_ps(acc->lane[h], _mm256_loadu_ps(w->row_scale + row + 8 * h));
+        if (w->bias)
+            v = _mm256_add_ps(v, _mm256_loadu_ps(bias + 8 * h));
+        _mm256_storeu_ps(out + 8 * h, v);
+    }
+    memcpy(y + row, out, (size_t)n * sizeof *out);
+}
+
+/* Where block b's planes start, and how its units are grouped. */
+typedef struct place {
+    const uint8_t *codes, *scales, *residual, *factors;
+    int32_t units;
+} place;
+
+INLINE place block_at(const tb_matrix *w, int bits, int residual_bits, int32_t block)
+{
+    const int32_t units = (w->cols + 15) / 16, quads = (units + 3) / 4;
+    const size_t unit = (size_t)block * (size_t)units, q = (size_t)block * (size_t)quads;
+    place p = { w->draft_codes + 32 * (size_t)bits * unit, w->draft_scales + 64 * q, NULL, NULL, units };
+    if (residual_bits) {
+        p.residual = w->residual_codes + 32 * (size_t)residual_bits * unit;
+        p.factors = w->residual_scales + (w->residual_group == 32 ? 16 : 32) * q;
+    }
+    return p;
+}
+
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+/* ---- draft ---- */
+
+INLINE __m256i dot_bytes(const __m256i c[4], const uint8_t *x)
+{
+    const __m256i p0 = _mm256_maddubs_epi16(c[0], broadcast(x)), p1 = _mm256_maddubs_epi16(c[1], broadcast(x + 4));
+    const __m256i p2 = _mm256_maddubs_epi16(c[2], broadcast(x + 8)), p3 = _mm256_maddubs_epi16(c[3], broadcast(x + 12));
+    return _mm256_add_epi16(_mm256_add_epi16(p0, p1), _mm256_add_epi16(p2, p3));
+}
+
+INLINE void draft_half(int bits, int tokens, const uint8_t *codes, const uint8_t *record, const rows *r, int h, int units,
+                       const uint8_t *x, const uint8_t *sums_at, ptrdiff_t ldr, __m256i acc[4])
+{
+    const quad q = draft_quad(record, h, r);
+    for (int u = 0; u < units; u++) {
+        __m256i c[4];
+        unpack(bits, codes + 32 * bits * u, h, c);
+        const __m256i step = of_unit(q.step, u);
+        for (int t = 0; t < tokens; t++)
+            acc[t] = mac(acc[t], dot_bytes(c, x + t * ldr + 16 * u), step);
+    }
+    for (int t = 0; t < tokens; t++) {
+        acc[t] = mac(acc[t], q.k[0], broadcast(sums_at + t * ldr));
+        acc[t] = mac(acc[t], q.k[1], broadcast(sums_at + t * ldr + 4));
+    }
+}
+
+INLINE void draft_block(const tb_matrix *w, const tb_act *a, int bits, int tokens, int32_t t0, int32_t block, float *y, ptrdiff_t ldy)
+{
+    const rows r[2] = { load_rows(w, bits, 16 * block), load_rows(w, bits, 16 * block + 8) };
+    place p = block_at(w, bits, 0, block);
+    sums acc[4];
+    for (int t = 0; t < tokens; t++)
+        acc[t].lane[0] = acc[t].lane[1] = _mm256_setzero_ps();
+    for (int32_t g = 0; g < a->groups; g++) {
+        const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
+        const uint8_t *x = a->data + at * (size_t)a->record, *sums_at = x + 2 * a->group;
+        __m256i dot[2][4];
+        for (int t = 0; t < tokens; t++)
+            dot[0][t] = dot[1][t] = _mm256_setzero_si256();
+        for (int left = smaller(8, p.units - 8 * g); left > 0; left -= 4) {
+            for (int i = 0; i < 2 * bits; i++)
+                _mm_prefetch((const char *)p.codes + 2048 + 64 * i, _MM_HINT_T0);
+            _mm_prefetch((const char *)p.scales + 1024, _MM_HINT_T0);
+            for (int h = 0; h < 2; h++)
+                if (left >= 4)
+                    draft_half(bits, tokens, p.codes, p.scales, &r[h], h, 4, x, sums_at, a->record, dot[h]);
+                else
+                    draft_half(bits, tokens, p.codes, p.scales, &r[h], h, left, x, sums_at, a->record, dot[h]);
+            p.codes += 128 * bits;
+            p.scales += 64;
+            x += 64;
+            sums_at += 8;
+        }
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < 2; h++)
+                acc[t].lane[h] = add_group(acc[t].lane[h], dot[h][t], a->scale[at + (size_t)t]);
+    }
+    for (int t = 0; t < tokens; t++)
+        store_block(w, block, &acc[t], y + (t0 + t) * ldy);
+}
+
+INLINE void draft(const tb_matrix *w, const tb_act *a, int bits, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1)
+{
+    for (int32_t b = b0; b < b1; b++)
+        for (int32_t t = 0; t < a->m; t += 4)
+            switch (a->m - t) {
+            case 1: draft_block(w, a, bits, 1, t, b, y, ldy); break;
+            case 2: draft_block(w, a, bits, 2, t, b, y, ldy); break;
+            case 3: draft_block(w, a, bits, 3, t, b, y, ldy); break;
+            default: draft_block(w, a, bits, 4, t, b, y, ldy); break;
+            }
+}
+
+/* ---- verify, one token ---- */
+
+INLINE void verify_half(int bits, int rbits, const place *p, int group, const rows *r, int h, int units,
+                        const uint8_t *x, int32_t high, const uint8_t *sums_at, __m256i *lo, __m256i *hi)
+{
+    const quad q = verify_quad(p->scales, p->factors, group, rbits, h, r);
+    for (int u = 0; u < units; u++) {
+        __m256i v[4];
+        const uint8_t *xl = x + 16 * u, *xh = xl + high;
+        unpack(bits, p->codes + 32 * bits * u, h, v);
+        const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u);
+        *lo = mac(*lo, dot_bytes(v, xl), step);
+        *hi = mac(*hi, dot_bytes(v, xh), step);
+        unpack(rbits, p->residual + 32 * rbits * u, h, v);
+        if (rbits < 8) {
+            *lo = mac(*lo, dot_bytes(v, xl), f);
+            *hi = mac(*hi, dot_bytes(v, xh), f);
+        } else {    /* only the sum of two products of 8-bit codes fits int16 */
+            for (int j = 0; j < 4; j++) {
+                *lo = mac(*lo, _mm256_maddubs_epi16(v[j], broadcast(xl + 4 * j)), f);
+                *hi = mac(*hi, _mm256_maddubs_epi16(v[j], broadcast(xh + 4 * j)), f);
+            }
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        *lo = mac(*lo, q.k[i], broadcast(sums_at + 4 * i));
+        *hi = mac(*hi, q.k[i], broadcast(sums_at + 8 + 4 * i));
+    }
+}
+
+INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits, int wide, float *y, int32_t b0, int32_t b1)
+{
+    const int group = w->residual_group, columns = wide ? 64 : 128;
+    for (int32_t b = b0; b < b1; b++) {
+        const rows r[2] = { load_rows(w, bits, 16 * b), load_rows(w, bits, 16 * b + 8) };
+        place p = block_at(w, bits, rbits, b);
+        sums acc = { { _mm256_setzero_ps(), _mm256_setzero_ps() } };
+        for (int32_t g = 0; g < a->groups; g++) {
+            const uint8_t *x = a->data + g * a->record, *sums_at = x + 2 * columns;
+            __m256i lo[2], hi[2];
+            lo[0] = lo[1] = hi[0] = hi[1] = _mm256_setzero_si256();
+            for (int left = smaller(columns / 16, p.units - columns / 16 * g); left > 0; left -= 4) {
+                for (int i = 0; i < 2 * bits; i++)
+                    _mm_prefetch((const char *)p.codes + 1024 + 64 * i, _MM_HINT_T0);
+                for (int i = 0; i < 2 * rbits; i++)
+                    _mm_prefetch((const char *)p.residual + 3072 + 64 * i, _MM_HINT_T0);
+                _mm_prefetch((const char *)p.scales + 512, _MM_HINT_T0);
+                _mm_prefetch((const char *)p.factors + 256, _MM_HINT_T0);
+                for (int h = 0; h < 2; h++)
+                    if (left >= 4)
+                        verify_half(bits, rbits, &p, group, &r[h], h, 4, x, columns, sums_at, &lo[h], &hi[h]);
+                    else
+                        verify_half(bits, rbits, &p, group, &r[h], h, left, x, columns, sums_at, &lo[h], &hi[h]);
+                p.codes += 128 * bits;
+                p.residual += 128 * rbits;
+                p.scales += 64;
+                p.factors += group == 32 ? 16 : 32;
+                x += 64;
+                sums_at += 16;
+            }
+            for (int h = 0; h < 2; h++) {
+                const __m256i dot = _mm256_add_epi32(lo[h], _mm256_slli_epi32(hi[h], 7));
+                acc.lane[h] = add_group(acc.lane[h], dot, a->scale[g]);
+            }
+        }
+        store_block(w, b, &acc, y);
+    }
+}
+
+/* ---- verify, many tokens ---- */
+
+/* q of one group of a block as int16, in the order that multiply reads: [unit][j][even, odd columns][half][8 rows x 2]. */
+INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], int units, int16_t *out)
+{
+    const __m256i even = words(255);
+    for (; units > 0; units -= 4) {
+        const int n = smaller(units, 4);
+        for (int h = 0; h < 2; h++) {
+            const quad q = verify_quad(p->scales, p->factors, group, rbits, h, &r[h]);
+            for (int u = 0; u < 4; u++) {
+                if (u >= n)
+                    break;
+                __m256i c[4], v[4];
+                const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u), k = of_unit(q.k, u);
+                const __m256i f0 = _mm256_and_si256(f, even), f1 = _mm256_slli_epi16(f, 8);
+                unpack(bits, p->codes + 32 * bits * u, h, c);
+                unpack(rbits, p->residual + 32 * rbits * u, h, v);
+                for (int j = 0; j < 4; j++) {
+                    const __m256i q0 = _mm256_mullo_epi16(_mm256_and_si256(c[j], even), step);
+                    const __m256i q1 = _mm256_mullo_epi16(_mm256_srli_epi16(c[j], 8), step);
+                    int16_t *at = out + 256 * u + 64 * j + 16 * h;
+                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v[j], f0)));
+                    store(at + 32, _mm256_add_epi16(_mm256_add_epi16(q1, k), _mm256_maddubs_epi16(v[j], f1)));
+                }
+            }
+        }
+        _mm_prefetch((const char *)p->scales + 128, _MM_HINT_T0);
+        _mm_prefetch((const char *)p->factors + 64, _MM_HINT_T0);
+        p->codes += 128 * bits;
+        p->residual += 128 * rbits;
+        p->scales += 64;
+        p->factors += group == 32 ? 16 : 32;
+        out += 1024;
+    }
+}
+
+/* One group of a block times `tokens` tokens. */
+INLINE void multiply_tile(int tokens, const int16_t *q, int units, const uint8_t *x, ptrdiff_t ldr, const float *scale, sums *acc)
+{
+    __m256i dot[4][2];
+    for (int t = 0; t < tokens; t++)
+        dot[t][0] = dot[t][1] = _mm256_setzero_si256();
+    for (int u = 0; u < units; u++)
+        for (int s = 0; s < 8; s++) {
+            __m256i q0 = load(q + 256 * u + 32 * s), q1 = load(q + 256 * u + 32 * s + 16);
+            KEEP(q0);
+            KEEP(q1);
+            for (int t = 0; t < tokens; t++) {
+                __m256i v = broadcast(x + t * ldr + 32 * u + 4 * s);
+                KEEP(v);
+                dot[t][0] = mac(dot[t][0], q0, v);
+                dot[t][1] = mac(dot[t][1], q1, v);
+            }
+        }
+    for (int t = 0; t < tokens; t++)
+        for (int h = 0; h < 2; h++)
+            acc[t].lane[h] = add_group(acc[t].lane[h], dot[t][h], scale[t]);
+}
+
+static __attribute__((noinline)) void multiply(int tokens, const int16_t *q, int units, const uint8_t *x, ptrdiff_t ldr,
+                                               const float *scale, sums *acc)
+{
+    for (; tokens >= 4; tokens -= 4, x += 4 * ldr, scale += 4, acc += 4)
+        multiply_tile(4, q, units, x, ldr, scale, acc);
+    switch (tokens) {
+    case 3: multiply_tile(3, q, units, x, ldr, scale, acc); break;
+    case 2: multiply_tile(2, q, units, x, ldr, scale, acc); break;
+    case 1: multiply_tile(1, q, units, x, ldr, scale, acc); break;
+    default: break;
+    }
+}
+
+INLINE void verify_many(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
+{
+    const int group = w->residual_group, columns = a->group;
+    sums *acc = scratch;
+    int16_t *q = (int16_t *)(void *)(acc + CHUNK);
+    for (int32_t b = b0; b < b1; b++) {
+        const rows r[2] = { load_rows(w, bits, 16 * b), load_rows(w, bits, 16 * b + 8) };
+        for (int32_t t0 = 0; t0 < a->m; t0 += CHUNK) {
+            const int m = smaller(CHUNK, a->m - t0);
+            place p = block_at(w, bits, rbits, b);
+            for (int t = 0; t < m; t++)
+                acc[t].lane[0] = acc[t].lane[1] = _mm256_setzero_ps();
+            for (int32_t g = 0; g < a->groups; g++) {
+                const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
+                const uint8_t *x = a->data + at * (size_t)a->record;
+                const int units = smaller(columns / 16, p.units - columns / 16 * g);
+                rebuild(bits, rbits, &p, group, r, units, q);
+                multiply(m, q, units, x, a->record, a->scale + at, acc);
+            }
+            for (int t = 0; t < m; t++)
+                store_block(w, b, &acc[t], y + (t0 + t) * ldy);
+        }
+    }
+}
+
+static void matmul(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
+{
+    if (op == TB_DRAFT) {
+        switch (w->draft_bits) {
+        case 2: draft(w, a, 2, y, ldy, b0, b1); break;
+        case 3: draft(w, a, 3, y, ldy, b0, b1); break;
+        default: draft(w, a, 4, y, ldy, b0, b1); break;
+        }
+        return;
+    }
+    switch (w->draft_bits << 4 | w->residual_bits) {
+#define CASE(b, r)                                                              \
+    case b << 4 | r:                                                            \
+        if (a->m == 1)                                                          \
+            verify_one(w, a, b, r, a->group == 64, y, b0, b1);                  \
+        else                                                                    \
+            verify_many(w, a, b, r, y, ldy, b0, b1, scratch);                   \
+        break
+    CASE(2, 4); CASE(2, 6); CASE(2, 8);
+    CASE(3, 4); CASE(3, 6); CASE(3, 8);
+    CASE(4, 4); CASE(4, 6); CASE(4, 8);
+#undef CASE
+    default: break;
+    }
+}
+
+const tb_kernels tb_kernels_avx2 = { "avx2", quantize, matmul };
