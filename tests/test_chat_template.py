@@ -132,7 +132,7 @@ QWEN3 = """\
 """
 FAMILIES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "phi3": PHI3, "qwen3": QWEN3}
 
-USER = {"role": "user", "content": "  What is 6 × 7?\n日本 <b>& \"quotes\"</b>  "}
+USER = {"role": "user", "content": '  What is 6 × 7?\n日本 <b>& "quotes"</b>  '}
 ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nForty-two {{ 1 + 1 }}.", "tool_calls": None}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHATS = {
