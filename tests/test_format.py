@@ -260,7 +260,7 @@ def test_killed_anywhere(built: Path, tmp_path: Path, replacing: bool) -> None:
         run()
 
     outcomes = []
-    for calls in (0, 1, 2, 9, *range(27, 50)):
+    for calls in (0, 1, 2, 9, 27, 30, 39, *range(43, 50)):
         for folder in (out, staging_path(out)):
             shutil.rmtree(folder, ignore_errors=True)
         if replacing:
@@ -275,7 +275,7 @@ def test_killed_anywhere(built: Path, tmp_path: Path, replacing: bool) -> None:
         run()
         assert contents(out) == after
         assert not staging_path(out).exists()
-    assert outcomes[-1] == 0 and len(outcomes) > 15
+    assert outcomes[-1] == 0 and len(outcomes) > 9
 
 
 def test_resume_refuses_other_options(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ column k = 4 j + b of a unit is found in byte b. Codes and scales follow the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,88 +122,107 @@ def embedding_sizes(rows: int, cols: int) -> dict[str, int]:
 # -- one row chunk: logical arrays <-> bytes ----------------------------------------------------------------
 
 
-def _units(a: Array, rows: int, units: int) -> Array:
-    """[rows, cols] -> [blocks, units, 16 rows, j, b] with column k = 4 j + b; padding is zero."""
+def _lanes(a: Array, rows: int, units: int) -> Array:
+    """u8 [rows, cols] -> u32 [4, blocks, units, 16]: lane j of a row holds columns 4 j .. 4 j + 3; padding is zero."""
     blocks = ceil_div(rows, ROWS)
-    if a.shape != (blocks * ROWS, units * COLS):
-        full = np.zeros((blocks * ROWS, units * COLS), a.dtype)
-        full[: a.shape[0], : a.shape[1]] = a
-        a = full
-    return a.reshape(blocks, ROWS, units, 4, 4).transpose(0, 2, 1, 3, 4)
+    full = np.zeros((blocks * ROWS, units * COLS), np.uint8)
+    full[: a.shape[0], : a.shape[1]] = a
+    return np.ascontiguousarray(full.view("<u4").reshape(blocks, ROWS, units, 4).transpose(3, 0, 2, 1))
 
 
-def _from_units(u: Array, rows: int, cols: int) -> Array:
-    blocks, units = u.shape[:2]
-    return u.transpose(0, 2, 1, 3, 4).reshape(blocks * ROWS, units * COLS)[:rows, :cols]
+def _from_lanes(lanes: Array, rows: int, cols: int) -> Array:
+    blocks, units = lanes.shape[1:3]
+    full = np.ascontiguousarray(lanes.transpose(1, 3, 2, 0)).view(np.uint8)
+    return full.reshape(blocks * ROWS, units * COLS)[:rows, :cols]
+
+
+def _lines(lines: Sequence[Array]) -> Array:
+    """64-byte lines, u32 [blocks, units, 16] each -> bytes [blocks, units, 64 * lines]."""
+    return np.stack(lines, axis=2).view(np.uint8).reshape(*lines[0].shape[:2], -1)
+
+
+def _split_lines(data: Array) -> list[Array]:
+    lines = np.ascontiguousarray(data).view("<u4").reshape(*data.shape[:2], -1, ROWS)
+    return [np.ascontiguousarray(lines[:, :, i]) for i in range(lines.shape[2])]
+
+
+def _every(byte: int) -> np.uint32:
+    """The mask that has `byte` in each of the four bytes of a lane."""
+    return np.uint32(byte * 0x01010101)
 
 
 def _pack2(c: Array) -> Array:
     # byte (row, b):  7 6  | 5 4 | 3 2 | 1 0
     #         column  12+b | 8+b | 4+b |  b
-    return c[..., 0, :] | c[..., 1, :] << 2 | c[..., 2, :] << 4 | c[..., 3, :] << 6
+    return _lines([c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6])
 
 
-def _unpack2(line: Array) -> Array:
-    return np.stack([line >> (2 * j) & 3 for j in range(4)], axis=-2)
+def _unpack2(data: Array) -> Array:
+    (line,) = _split_lines(data)
+    return np.stack([line >> (2 * j) & _every(3) for j in range(4)])
 
 
 def _pack4(c: Array) -> Array:
     # line l, byte (row, b):   7 6 5 4  | 3 2 1 0
     #                 column  8l + 4 + b | 8l + b
-    return np.stack([c[..., 0, :] | c[..., 1, :] << 4, c[..., 2, :] | c[..., 3, :] << 4], axis=2)
+    return _lines([c[0] | c[1] << 4, c[2] | c[3] << 4])
 
 
-def _unpack4(lines: Array) -> Array:
-    a, b = lines[:, :, 0], lines[:, :, 1]
-    return np.stack([a & 15, a >> 4, b & 15, b >> 4], axis=-2)
+def _unpack4(data: Array) -> Array:
+    low, mask = _split_lines(data), _every(15)
+    return np.stack([part for line in low for part in (line & mask, line >> 4 & mask)])
+
+
+def _pack_high(c: Array) -> Array:
+    """Bit 2 of every column: 32 bytes per unit, little-endian u16 at 2 * row, bit k = column k."""
+    # the product moves bits 0, 8, 16, 24 to 24, 25, 26, 27
+    nibbles = [((lane >> 2 & _every(1)) * np.uint32(0x01020408)) >> 24 & np.uint32(15) for lane in c]
+    rows = nibbles[0] | nibbles[1] << 4 | nibbles[2] << 8 | nibbles[3] << 12
+    return rows.astype("<u2").view(np.uint8)
+
+
+def _unpack_high(data: Array) -> Array:
+    rows = np.ascontiguousarray(data).view("<u2").astype("<u4")
+    # the product copies a nibble to bits 0, 7, 14, 21, so that bit b of it comes to stand at bit 8 b
+    return np.stack([(rows >> (4 * j) & np.uint32(15)) * np.uint32(0x00204081) & _every(1) for j in range(4)]) << 2
 
 
 def _pack_codes(c: Array, bits: int) -> Array:
-    """codes [blocks, units, 16, 4, 4] -> bytes [blocks, units, n]."""
-    flat = (*c.shape[:2], -1)
+    """Lanes of codes -> bytes [blocks, units, n]."""
     if bits == 4:
-        return _pack4(c).reshape(flat)
-    low = _pack2(c & 3).reshape(flat)
+        return _pack4(c)
     if bits == 2:
-        return low
-    # 32 bytes more: little-endian u16 at 2 * row, bit k = bit 2 of column k
-    high = np.packbits((c >> 2).reshape(*c.shape[:3], 2, 8), axis=-1, bitorder="little").reshape(flat)
-    return np.concatenate([low, high], axis=-1)
+        return _pack2(c)
+    return np.concatenate([_pack2(c & _every(3)), _pack_high(c)], axis=-1)
 
 
 def _unpack_codes(data: Array, bits: int) -> Array:
-    lead = data.shape[:2]
     if bits == 4:
-        return _unpack4(data.reshape(*lead, 2, ROWS, 4))
-    low = _unpack2(data[..., :64].reshape(*lead, ROWS, 4))
+        return _unpack4(data)
     if bits == 2:
-        return low
-    high = np.unpackbits(data[..., 64:].reshape(*lead, ROWS, 2), axis=-1, bitorder="little")
-    return low | high.reshape(low.shape) << 2
+        return _unpack2(data)
+    return _unpack2(data[..., :64]) | _unpack_high(data[..., 64:])
 
 
 def _pack_residual(u: Array, bits: int) -> Array:
-    """stored values r + 2^(R-1), [blocks, units, 16, 4, 4] -> bytes [blocks, units, n]."""
-    flat = (*u.shape[:2], -1)
+    """Lanes of stored values r + 2^(R-1) -> bytes [blocks, units, n]."""
     if bits == 4:
-        return _pack4(u).reshape(flat)
+        return _pack4(u)
     if bits == 8:  # line j, byte (row, b) = column 4 j + b
-        return u.transpose(0, 1, 3, 2, 4).reshape(flat)
+        return _lines(list(u))
     # line j < 3, byte (row, b):       7 6        | 5 4 3 2 1 0
     #                     bits 2j+1..2j of 12 + b |   4 j + b
-    lines = [u[..., j, :] | (u[..., 3, :] >> (2 * j) & 3) << 6 for j in range(3)]
-    return np.stack(lines, axis=2).reshape(flat)
+    return _lines([u[j] | (u[3] >> (2 * j) & _every(3)) << 6 for j in range(3)])
 
 
 def _unpack_residual(data: Array, bits: int) -> Array:
-    lead = data.shape[:2]
     if bits == 4:
-        return _unpack4(data.reshape(*lead, 2, ROWS, 4))
-    lines = data.reshape(*lead, -1, ROWS, 4)
+        return _unpack4(data)
+    lines = _split_lines(data)
     if bits == 8:
-        return lines.transpose(0, 1, 3, 2, 4)
-    last = lines[:, :, 0] >> 6 | lines[:, :, 1] >> 6 << 2 | lines[:, :, 2] >> 6 << 4
-    return np.stack([*(lines[:, :, j] & 63 for j in range(3)), last], axis=-2)
+        return np.stack(lines)
+    last = [(line >> 6 & _every(3)) << (2 * j) for j, line in enumerate(lines)]
+    return np.stack([*(line & _every(63) for line in lines), last[0] | last[1] | last[2]])
 
 
 def _records(a: Array, rows: int, quads: int, per_quad: int) -> Array:
@@ -280,9 +299,9 @@ def pack(matrix: Matrix) -> dict[str, U8]:
         s: Array = matrix.s[r0:r1] | (matrix.m[r0:r1] + 8).astype(np.uint8) << 4
         stored = (matrix.residual[r0:r1] + offset).astype(np.uint8)
         for name, part in (
-            ("draft_codes", _pack_codes(_units(matrix.codes[r0:r1], n, units), matrix.draft_bits)),
+            ("draft_codes", _pack_codes(_lanes(matrix.codes[r0:r1], n, units), matrix.draft_bits)),
             ("draft_scales", _records(s, n, quads, QUAD)),
-            ("residual_codes", _pack_residual(_units(stored, n, units), matrix.residual_bits)),
+            ("residual_codes", _pack_residual(_lanes(stored, n, units), matrix.residual_bits)),
             ("residual_scales", pairs),
         ):
             size = used[name] // blocks
@@ -339,8 +358,8 @@ def unpack(
         scales = _from_records(blocks_of("draft_scales", quads, ROWS, QUAD), n, units)[skip:]
         packed_f = blocks_of("residual_scales", quads, ROWS, -1)
         f = np.stack([packed_f & 15, packed_f >> 4], axis=-1).reshape(*packed_f.shape[:3], -1)
-        residual = _from_units(_unpack_residual(blocks_of("residual_codes", units, -1), residual_bits), n, cols)
-        out.codes[to] = _from_units(_unpack_codes(blocks_of("draft_codes", units, -1), draft_bits), n, cols)[skip:]
+        residual = _from_lanes(_unpack_residual(blocks_of("residual_codes", units, -1), residual_bits), n, cols)
+        out.codes[to] = _from_lanes(_unpack_codes(blocks_of("draft_codes", units, -1), draft_bits), n, cols)[skip:]
         out.s[to] = scales & 15
         out.m[to] = (scales >> 4).astype(np.int8) - 8
         out.residual[to] = residual[skip:].astype(np.int16) - (1 << (residual_bits - 1))
@@ -350,16 +369,23 @@ def unpack(
 
 def lattice(matrix: Matrix) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(q2, q) int32 [rows, cols]: the integers of the draft and of the verifier."""
-    cols = matrix.shape[1]
+    rows, cols = matrix.shape
 
-    def spread(a: Array, group: int) -> NDArray[np.int32]:
-        return np.repeat(a.astype(np.int32), group, axis=1)[:, :cols]
+    def grouped(a: Array, group: int) -> NDArray[np.int32]:
+        full = np.zeros((rows, ceil_div(cols, group) * group), np.int32)
+        full[:, :cols] = a
+        return full.reshape(rows, -1, group)
 
-    step = matrix.row_a.astype(np.int32)[:, None] * matrix.s
-    centre = matrix.row_b.astype(np.int32)[:, None] * matrix.m
-    level = 2 * matrix.codes.astype(np.int32) - ((1 << matrix.draft_bits) - 1)
-    q2 = spread(step, COLS) * level + spread(centre, COLS)
-    return q2, q2 + spread(matrix.f, matrix.residual_group) * matrix.residual
+    q2 = grouped(matrix.codes, COLS)
+    q2 *= 2
+    q2 -= (1 << matrix.draft_bits) - 1
+    q2 *= (matrix.row_a.astype(np.int32)[:, None] * matrix.s)[..., None]
+    q2 += (matrix.row_b.astype(np.int32)[:, None] * matrix.m)[..., None]
+    q = grouped(matrix.residual, matrix.residual_group)
+    q *= matrix.f[..., None]
+    draft, full = q2.reshape(rows, -1)[:, :cols], q.reshape(rows, -1)[:, :cols]
+    full += draft
+    return draft, full
 
 
 def dequantize(matrix: Matrix) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
