@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from twobit.errors import CheckpointError, ConfigError
@@ -193,7 +193,14 @@ _FAMILIES: dict[str, _Family] = {
     ),
     "gemma3_text": _Family(
         "text only",
-        {**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "sliding_window_pattern": 6},
+        {
+            **_GEMMA,
+            "sliding_window": 4096,
+            "vocab_size": 262208,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+        },
         windows="types",
         norms="sandwich",
         qk_norm="head",
@@ -248,7 +255,7 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 _FAMILIES = {
-    name: family if family.text else _Family(**{**family.__dict__, "defaults": {**_COMMON, **family.defaults}})
+    name: family if family.text else replace(family, defaults={**_COMMON, **family.defaults})
     for name, family in _FAMILIES.items()
 }
 SUPPORTED_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
@@ -802,9 +809,7 @@ def _rope_settings(name: str, family: _Family, keys: _Keys, kind: str) -> _Keys:
         settings = dict(entry or {})
         if kind == "full_attention":
             settings.update(scaling or {})
-            theta = keys.raw("rope_theta") if "rope_theta" in keys.values else 1e6
-        else:
-            theta = keys.raw("rope_local_base_freq") if "rope_local_base_freq" in keys.values else 10000.0
+        theta = keys.raw("rope_theta" if kind == "full_attention" else "rope_local_base_freq")
         settings.setdefault("rope_theta", theta)
         where = f"{where}{kind}."
     elif name == "gemma4_text":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from twobit.architecture import Architecture, Layer, Rope, TensorSpec
+from twobit.architecture import Architecture, Layer, Rope
 
 Weights = Mapping[str, torch.Tensor]
 """Canonical tensor name (as in `Architecture.tensors`) -> fp32 tensor."""
@@ -30,7 +30,7 @@ QUERY_CHUNK = 256
 class RuntimeRounding:
     """What the C runtime rounds: the input of every linear, and keys and values.
 
-    (L, group) is per matrix: per token and `group` columns x = clamp(rint(v * (L / amax)), -L, L), value x * (amax / L).
+    (L, group) is per matrix: each token's group of columns becomes clamp(rint(v * (L / amax)), -L, L) * (amax / L).
     """
 
     activations: tuple[int, int] | None = (8191, 128)
@@ -58,7 +58,7 @@ def round_activations(x: torch.Tensor, limit: int, group: int) -> torch.Tensor:
 
 
 class Cache:
-    """Keys (after norm and rope) and values of every layer, [..., kv heads, positions, head_dim]; nothing is dropped."""
+    """Keys (after norm and rope) and values of every layer, [..., kv heads, positions, head_dim], none dropped."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -89,7 +89,10 @@ class Decoder:
         self.architecture = architecture
         self.rounding = rounding
         self._weights: Weights = {} if weights is None else weights
-        self._names = [{(spec.part, spec.role): spec.name for spec in group} for group in _by_layer(architecture)]
+        self._names: list[dict[tuple[str, str], str]] = [{} for _ in architecture.layers]
+        for spec in architecture.tensors():
+            if spec.layer is not None:
+                self._names[spec.layer][spec.part, spec.role] = spec.name
 
     @torch.no_grad()
     def forward(
@@ -218,14 +221,6 @@ class _Part:
         """x as it is where the layer has no such norm."""
         name = self.names.get((part, "norm"))
         return x if name is None else self.decoder.norm(x, self.weights[name])
-
-
-def _by_layer(architecture: Architecture) -> list[list[TensorSpec]]:
-    groups: list[list[TensorSpec]] = [[] for _ in architecture.layers]
-    for spec in architecture.tensors():
-        if spec.layer is not None:
-            groups[spec.layer].append(spec)
-    return groups
 
 
 def _angles(rope: Rope, start: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
