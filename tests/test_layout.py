@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -279,3 +283,30 @@ def test_embedding_refuses_what_fp16_scales_cannot_hold(value: float) -> None:
     weight[3, 39] = value
     with pytest.raises(FormatError, match="row 3"):
         layout.pack_embedding(weight)
+
+
+def test_worked_example_of_the_format_document() -> None:
+    text = (Path(__file__).parents[1] / "FORMAT.md").read_text(encoding="utf-8").split("## 6. Worked example")[1]
+    given, listing, integers = (block for _, block in re.findall(r"```(json)?\n(.*?)```", text, re.DOTALL))
+    example = json.loads(given)
+    types = {"row_scale": np.float32, "residual": np.int16, "m": np.int8, "row_b": np.int8}
+    arrays = {k: np.array(v, types.get(k, np.uint8)) for k, v in example.items() if isinstance(v, list)}
+    bits = (example["draft_bits"], example["residual_bits"], example["residual_group"])
+    matrix = layout.Matrix(*bits, **arrays)
+    expected: dict[str, bytearray] = {}
+    for line in listing.splitlines():
+        if not line.startswith(" "):
+            name, size = line.split()
+            expected[name] = bytearray(int(size))
+        else:
+            at, *data = line.split()
+            expected[name][int(at) : int(at) + len(data)] = bytes.fromhex("".join(data))
+    planes = layout.pack(matrix)
+    assert list(planes) == list(expected)
+    for name, plane in planes.items():
+        assert plane.tobytes() == bytes(expected[name]), name
+    q2, q = layout.lattice(layout.unpack(planes, *matrix.shape, *bits))
+    assert {"q2": q2.tolist(), "q": q.tolist()} == json.loads(integers)
+    draft, full = layout.dequantize(matrix)
+    assert (draft[0, 0], full[0, 0]) == (-41, -57)
+    assert layout.row_bound(matrix.row_a, matrix.row_b, 2, 6)[1] == 2030
