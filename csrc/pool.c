@@ -8,7 +8,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { SPIN_NS = 50000, SPIN_NS_CROWDED = 5000 };
+enum { YIELD_NS = 4000, GIVE_UP_NS = 50000, GIVE_UP_CROWDED_NS = 5000 };
 
 typedef struct worker { tb_thread thread; tb_pool *pool; int ith; } worker;
 
@@ -28,19 +28,20 @@ struct tb_pool {
     _Alignas(64) atomic_int next;
 };
 
-/* Spins until *generation is another than `old` or, without a generation, *busy is 0; returns 0 when it gives up. */
+/* Spins until *generation is another than `old` or, without a generation, *busy is 0; returns 0 when it gives up. After a few
+ * microseconds it offers its core to others in between: the thread waited for may be one of them. */
 static int spin(const tb_pool *p, atomic_uint *generation, unsigned old, atomic_int *busy)
 {
-    for (int64_t end = 0;;) {
+    for (int64_t start = 0, now;;) {
         for (int i = 0; i < 32; i++) {
             if (generation ? atomic_load_explicit(generation, memory_order_acquire) != old : atomic_load_explicit(busy, memory_order_acquire) == 0)
                 return 1;
             tb_relax();
         }
-        if (p->crowded) tb_yield();
-        int64_t now = tb_clock_ns();
-        if (!end) end = now + (p->crowded ? SPIN_NS_CROWDED : SPIN_NS);
-        else if (now >= end) return 0;
+        now = tb_clock_ns();
+        if (!start) start = now;
+        if (now - start > (p->crowded ? GIVE_UP_CROWDED_NS : GIVE_UP_NS)) return 0;
+        if (p->crowded || now - start > YIELD_NS) tb_yield();
     }
 }
 

@@ -16,6 +16,8 @@
 
 enum { BLOCK = 32, RADIX = 2048 };
 
+#define MAX_GUMBEL 22.25f           /* above any noise */
+
 typedef struct scratch {
     uint64_t *bins;                 /* [RADIX] */
     float *logits;                  /* [vocab] where bias or penalties change them */
@@ -127,7 +129,7 @@ static uint32_t order(float z)
     return bits & 0x7fffffff;
 }
 
-static uint64_t weight(float e) { return (uint64_t)(e * 0x1p40f); }
+static uint64_t weight(float e) { return (uint64_t)(int64_t)(e * 0x1p40f); }
 
 static void keep(scratch *s, int32_t to, int32_t from)
 {
@@ -193,30 +195,48 @@ static uint64_t total(const scratch *s, int32_t n)
     return sum;
 }
 
+static float probability(float e, uint64_t sum) { return (float)((double)e * 0x1p40 / (double)sum); }
+
 static uint64_t top_p_target(float top_p, uint64_t sum)
 {
     uint64_t target = (uint64_t)((double)top_p * (double)sum);
     return target < 1 ? 1 : target < sum ? target : sum;
 }
 
-/* z and noise of the candidates, block by block; ties to the lower id. Returns the index among them. */
+/* The candidate with the largest z + noise, the lower id where two are equal; returns its index. */
 static int32_t draw(const scratch *s, const tb_ops *ops, int32_t n, uint64_t seed, int32_t position)
 {
     float best = -INFINITY;
     int32_t token = -1, index = 0;
-    for (int32_t i = 0, next; i < n; i = next) {
+    for (int32_t i = 0; i < n;) {
         float z[BLOCK], top = -INFINITY;
-        int32_t block = s->id[i] / BLOCK;
+        int32_t block = s->id[i] / BLOCK, end = (block + 1) * BLOCK;
         for (int j = 0; j < BLOCK; j++) z[j] = -INFINITY;
-        for (next = i; next < n && s->id[next] / BLOCK == block; next++) {
-            z[s->id[next] % BLOCK] = s->z[next];
-            top = s->z[next] > top ? s->z[next] : top;
+        for (; i < n && s->id[i] < end; i++) {
+            z[s->id[i] & (BLOCK - 1)] = s->z[i];
+            top = s->z[i] > top ? s->z[i] : top;
         }
-        if (top + TB_MAX_GUMBEL <= best) continue;
-        ops->gumbel_best(z, seed, position, block, &best, &token);
+        if (top + MAX_GUMBEL > best) ops->gumbel_best(z, seed, position, block, &best, &token);
     }
     while (s->id[index] != token) index++;
     return index;
+}
+
+/* The same over the whole vocabulary; returns the token. */
+static int32_t draw_from_all(const scratch *s, const tb_ops *ops, const float *x, int32_t vocab, float top, float temperature, uint64_t seed, int32_t position)
+{
+    float best = -INFINITY;
+    int32_t token = -1;
+    for (int32_t start = 0; start < vocab; start += BLOCK) {
+        float z[BLOCK];
+        if ((s->tops[start / BLOCK] - top) / temperature + MAX_GUMBEL <= best) continue;
+        if (vocab - start >= BLOCK)
+            for (int j = 0; j < BLOCK; j++) z[j] = (x[start + j] - top) / temperature;
+        else
+            for (int j = 0; j < BLOCK; j++) z[j] = start + j < vocab ? (x[start + j] - top) / temperature : -INFINITY;
+        ops->gumbel_best(z, seed, position, start / BLOCK, &best, &token);
+    }
+    return token;
 }
 
 int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
@@ -247,14 +267,20 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
     float temperature = sampling->temperature;
     if (temperature == 0) {
         *token = at;
-        if (confidence) *confidence = (float)(0x1p40 / (double)ops->mass(x, vocab, top, 1.0f));
+        if (confidence) *confidence = probability(1.0f, ops->mass(x, vocab, top, 1.0f));
+        return TB_OK;
+    }
+
+    int32_t k = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : 0;
+    int use_p = sampling->top_p < 1, use_min = sampling->min_p > 0;
+    if (!k && !use_p && !use_min) {
+        *token = draw_from_all(&s, ops, x, vocab, top, temperature, sampling->seed, position);
+        if (confidence) *confidence = probability(tb_expf((x[*token] - top) / temperature), ops->mass(x, vocab, top, temperature));
         return TB_OK;
     }
 
     /* A bound for each filter; the margins cover the rounding of exp and log. */
-    int32_t k = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : 0;
-    int use_p = sampling->top_p < 1, use_min = sampling->min_p > 0;
-    uint64_t sum = 0, target = 0;
+    uint64_t target = 0;
     float bound = -INFINITY;
     if (k) {
         /* k blocks reach their k-th largest maximum, so at least k tokens do. */
@@ -263,8 +289,8 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
             bound = (kth_largest(s.select, blocks, k) - top) / temperature;
         }
     } else {
-        if (use_p || (confidence && !use_min)) sum = ops->mass(x, vocab, top, temperature);
         if (use_p) {
+            uint64_t sum = ops->mass(x, vocab, top, temperature);
             /* Tokens lighter than an even share of what may be left out cannot be needed, all together. */
             target = top_p_target(sampling->top_p, sum);
             float share = (float)((double)(sum - target) / (double)vocab) * 0x1p-40f;
@@ -274,14 +300,9 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
             float lowest = sampling->min_p > 1e-30f ? tb_logf(sampling->min_p) - 1e-3f : -INFINITY;
             bound = lowest > bound ? lowest : bound;
         }
-        if (!use_p && !use_min) {
-            float reached = tb_gumbel(sampling->seed, position, at);
-            bound = reached - TB_MAX_GUMBEL;
-        }
     }
     int32_t n = collect(&s, x, vocab, top, temperature, bound);
-    int weights = use_p || use_min || k;
-    if (weights) ops->exps(s.e, s.z, n);
+    ops->exps(s.e, s.z, n);
     if (k) n = keep_prefix(&s, n, (uint64_t)k, 1);
     if (use_p) {
         if (k) target = top_p_target(sampling->top_p, total(&s, n));
@@ -295,10 +316,7 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
     }
     int32_t drawn = draw(&s, ops, n, sampling->seed, position);
     *token = s.id[drawn];
-    if (confidence) {
-        if (weights) sum = total(&s, n);
-        *confidence = (float)((double)tb_expf(s.z[drawn]) * 0x1p40 / (double)sum);
-    }
+    if (confidence) *confidence = probability(s.e[drawn], total(&s, n));
     return TB_OK;
 }
 

@@ -16,7 +16,6 @@ size_t tb_sample_scratch_bytes(int32_t vocab);      /* a 64-byte multiple */
 int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
                    int32_t position, int32_t *token, float *confidence, void *scratch);
 
-/* The noise of one token, about -2.8 .. 22.2; TB_MAX_GUMBEL is above all of it. */
+/* The noise of one token, between -2.9 and 22.2. */
 float tb_gumbel(uint64_t seed, int32_t position, int32_t token);
-#define TB_MAX_GUMBEL 22.25f
 #endif
