@@ -1,0 +1,120 @@
+"""`twobit info`: what a model holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+
+from twobit.cli import options, output
+from twobit.errors import TwobitError
+from twobit.format.manifest import Manifest, TensorEntry
+
+_LAYER = re.compile(r"\.layers\.\d+\.")
+
+
+def info(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    check: Annotated[bool, typer.Option("--check", help="Read every byte and compare it with its checksum")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> int:
+    """Show what a twobit model holds: bits per weight, bytes per shard, tensors, recipe.
+
+    \b
+    twobit info ./model
+    twobit info ./model --check --json
+    """
+    from twobit.format.reader import open_model
+
+    packed = open_model(options.model_folder(model, quiet=as_json), check=check)
+    manifest = packed.manifest
+    level = _level()
+    if as_json:
+        output.result(
+            {
+                "build_id": manifest.build_id,
+                "format_version": manifest.version,
+                "family": manifest.family,
+                **manifest.bits(),
+                "recipe": dict(manifest.recipe),
+                "calibration": dict(manifest.calibration),
+                "kernel": level,
+                "producer": manifest.producer,
+                "files": dict(packed.files),
+                "tensors": _groups(manifest),
+                "checked": check,
+            }
+        )
+        return 0
+
+    bits = manifest.bits()
+    head = bits["head_bpw"]
+    output.table(
+        [
+            ("family", manifest.family),
+            ("parameters", f"{manifest.parameters:,}"),
+            ("bits per weight", f"{bits['draft_bpw']:.3f} draft + {bits['residual_bpw']:.3f} residual"),
+            ("  head, embeddings", f"{head['draft']:.3f} draft + {head['residual']:.3f} residual"),
+            ("bytes", f"{bits['draft_bytes']:,} draft + {bits['residual_bytes']:,} residual"),
+            ("format", f"{manifest.version}, by {manifest.producer}"),
+            ("build", manifest.build_id),
+            ("kernels here", level or "the C runtime is not usable"),
+        ]
+    )
+    output.line()
+    output.table([("file", "bytes"), *((name, f"{size:,}") for name, size in packed.files.items())])
+    output.line()
+    output.table(
+        [
+            ("tensors", "count", "shape", "bits", "bytes"),
+            *(
+                (g["name"], str(g["count"]), "x".join(map(str, g["shape"])), g["bits"], f"{g['bytes']:,}")
+                for g in _groups(manifest)
+            ),
+        ]
+    )
+    for title, values in (("recipe", manifest.recipe), ("calibration", manifest.calibration)):
+        if values:
+            output.line()
+            output.table([(title, ""), *((output.clean(k), _short(v)) for k, v in values.items())])
+    if check:
+        output.note("every checksum is right")
+    return 0
+
+
+def _level() -> str | None:
+    """Name of the kernels that `run` would use here; None where the C runtime cannot be used."""
+    try:
+        from twobit.runtime.lib import cpu_level
+
+        return cpu_level()
+    except TwobitError:
+        return None
+
+
+def _groups(manifest: Manifest) -> list[dict[str, Any]]:
+    """Tensors of the same role, shape and bits over all layers, in the model's order."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, entry in manifest.tensors.items():
+        role, bits = _LAYER.sub(".layers.*.", name), _bits(entry)
+        group = groups.setdefault(
+            (role, entry.shape, bits),
+            {"name": role, "count": 0, "shape": list(entry.shape), "bits": bits, "bytes": 0},
+        )
+        group["count"] += 1
+        group["bytes"] += sum(stored.bytes for stored in entry.stored(name).values())
+    return list(groups.values())
+
+
+def _bits(entry: TensorEntry) -> str:
+    if entry.kind == "matrix":
+        return f"{entry.draft_bits}+{entry.residual_bits} {entry.range}"
+    return "int8" if entry.kind == "embedding" else entry.dtype
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = output.clean(text)
+    return text if len(text) <= 60 else text[:57] + "..."

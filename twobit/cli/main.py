@@ -1,0 +1,116 @@
+"""`twobit COMMAND ...`: a dispatcher that imports a command only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+TYPE_CHECKING = False  # typing itself would cost a good part of the start-up
+if TYPE_CHECKING:
+    import typer
+
+# Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, which
+# typer makes into options; what it returns is the exit code, None being 0.
+COMMANDS = {
+    "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
+    "run": "Continue a prompt, or answer it, with lossless drafting",
+    "info": "Show what a twobit model holds",
+}
+
+HELP = """\
+Usage: twobit COMMAND [OPTIONS] ...
+
+Bit-sliced language models: 2 bits draft, 2 bits + residual verify, one lossless answer.
+
+Commands:
+{commands}
+
+Options:
+  --version  Show the version
+  --help     Show this; `twobit COMMAND --help` shows a command's options
+
+Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted."""
+
+
+def help_text() -> str:
+    """What `twobit --help` shows."""
+    width = max(map(len, COMMANDS))
+    return HELP.format(commands="\n".join(f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()))
+
+
+def app(command: str) -> typer.Typer:
+    """The typer application of one command."""
+    from importlib import import_module
+
+    import typer
+
+    function = getattr(import_module(f"twobit.cli.{command}"), command)
+    made = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,  # plain help: quick to show, the same in a terminal and in documents
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.command(command, help=function.__doc__)(function)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    from twobit.cli import output
+
+    output.prepare()
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except (Exception, KeyboardInterrupt) as error:
+        from twobit.cli import errors
+
+        return errors.report(error)
+
+
+def _dispatch(args: list[str]) -> int:
+    from twobit.cli import output
+
+    if not args:
+        output.usage(help_text())
+        return 2
+    first, rest = args[0], args[1:]
+    if first in ("-h", "--help"):
+        output.line(help_text())
+        return 0
+    if first in ("-V", "--version"):
+        from twobit import __version__
+
+        output.line(f"twobit {__version__}")
+        return 0
+    if first not in COMMANDS:
+        from difflib import get_close_matches
+
+        from twobit.errors import UsageError
+
+        close = get_close_matches(first, COMMANDS, 1)
+        what = "option" if first.startswith("-") else "command"
+        raise UsageError(
+            f"there is no {what} {first}",
+            f"did you mean `twobit {close[0]}`?" if close else f"commands: {', '.join(COMMANDS)}; see twobit --help",
+        )
+    return _run(first, rest)
+
+
+def _run(command: str, args: list[str]) -> int:
+    import typer
+
+    from twobit.cli import output
+
+    prog = f"twobit {command}"
+    try:
+        code = typer.main.get_command(app(command)).main(args, prog_name=prog, standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # only typer's own errors have it
+            raise
+        output.error(error.format_message(), f"see `{prog} --help`")
+        return int(getattr(error, "exit_code", 2))
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,188 @@
+"""Options that commands share, and the checks that typer cannot make: a value that makes no sense is a UsageError."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twobit.errors import TwobitError, UsageError
+
+if TYPE_CHECKING:
+    from twobit.runtime.sampling import Sampling
+
+DEVICES = ("auto", "cpu")
+DEFAULT_CONTEXT = 8192  # positions; the cache grows with use, this only bounds it
+DEFAULT_ROOM = 1024  # tokens of answer that a long prompt leaves room for
+MAX_THREADS = 1024
+MAX_DRAFT = 63
+MAX_SEED = 2**64 - 1
+MAX_VALUE = 1e6  # of temperatures, penalties and biases: far beyond use, far from overflow
+
+_HUB_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_FILES = ["*.json", "twobit-*.safetensors", "*.jinja", "additional_chat_templates/*.jinja"]
+
+
+def model_folder(model: str, *, quiet: bool = False) -> Path:
+    """The folder of MODEL: a local one, or a Hub id `user/model[@revision]`, downloaded into the Hub's cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UsageError(f"{model} is a file", "give the folder that holds the model")
+    match = _HUB_ID.fullmatch(model)
+    if match is None or (path.parent.is_dir() and str(path.parent) != "."):
+        raise UsageError(f"{model}: no such folder", "give a model folder, or a Hub id such as user/model")
+    return _download(match[1], match[2], quiet)
+
+
+def _download(repo: str, revision: str | None, quiet: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if quiet:
+        disable_progress_bars()
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_FILES))
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:  # the Hub's own errors, and those of whatever HTTP library it uses
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TwobitError(
+            f"{repo} is no local folder, and it cannot be downloaded: {first}",
+            "check the name and the connection; a local folder works offline",
+        ) from error
+
+
+def prompt_text(prompt: str, *, raw: bool) -> str:
+    """PROMPT, or all of standard input for "-". Of a chat's standard input one newline at the end is left out, as a
+    shell does with $(...); --raw takes every byte."""
+    if prompt != "-":
+        text = prompt
+    else:
+        if sys.stdin is None:
+            raise UsageError("standard input is closed", "give PROMPT as an argument")
+        try:
+            data = sys.stdin.buffer.read()
+        except OSError as error:
+            raise UsageError(f"standard input cannot be read: {error.strerror}") from error
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input is not UTF-8 (byte {error.start})") from error
+        if not raw:
+            text = text.removesuffix("\n").removesuffix("\r")
+    return unicode_text("PROMPT", text)
+
+
+def unicode_text(name: str, text: str) -> str:
+    """`text`, refused where it came from bytes that were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not valid UTF-8 (character {error.start})") from error
+    return text
+
+
+def number(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
+    """`value`, if it is a number from low (above: greater than low) to high; NaN and infinities never are."""
+    if math.isfinite(value) and (low < value if above else low <= value) and value <= high:
+        return value
+    bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+    raise UsageError(f"{name} {value:g} is not possible: it must be {bounds}")
+
+
+def integer(name: str, value: int, low: int, high: int | None = None) -> int:
+    """`value`, if it lies from low to high."""
+    if value >= low and (high is None or value <= high):
+        return value
+    bounds = f"{low} or more" if high is None else f"from {low} to {high}"
+    raise UsageError(f"{name} {value} is not possible: it must be {bounds}")
+
+
+def device(name: str) -> str:
+    """The device that --device means."""
+    if name not in DEVICES:
+        raise UsageError(f"--device {name} is not possible: this version runs on {' or '.join(DEVICES)}")
+    return "cpu"
+
+
+def threads(count: int | None) -> int | None:
+    """-t; None: one per usable core. More than there are cores is slower, never wrong."""
+    return None if count is None else integer("-t", count, 1, MAX_THREADS)
+
+
+def logit_bias(items: Sequence[str]) -> dict[int, float]:
+    """--logit-bias ID=X, several times."""
+    biases: dict[int, float] = {}
+    for item in items:
+        token, found, value = item.partition("=")
+        try:
+            key, bias = int(token), float(value)
+        except ValueError:
+            found = ""
+        if not found:
+            raise UsageError(f"--logit-bias {item} is not possible: it must be ID=X, as in 13=-5")
+        biases[integer("--logit-bias ID", key, 0, 2**31 - 1)] = number("--logit-bias X", bias, -MAX_VALUE, MAX_VALUE)
+    return biases
+
+
+def sampling(
+    *,
+    temp: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repeat_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+    repeat_last_n: int,
+    seed: int,
+    bias: Sequence[str],
+) -> Sampling:
+    """The sampler's parameters, checked. Without --temp a model decodes greedily, unless one of --top-k, --top-p and
+    --min-p asks for sampling: then the temperature is 1."""
+    if temp is not None:
+        number("--temp", temp, 0, MAX_VALUE)
+    if top_k is not None:
+        integer("--top-k", top_k, 0)
+    if top_p is not None:
+        number("--top-p", top_p, 0, 1, above=True)
+    if min_p is not None:
+        number("--min-p", min_p, 0, 1)
+    number("--repeat-penalty", repeat_penalty, 1e-3, 1e3)
+    number("--presence-penalty", presence_penalty, -MAX_VALUE, MAX_VALUE)
+    number("--frequency-penalty", frequency_penalty, -MAX_VALUE, MAX_VALUE)
+    integer("--repeat-last-n", repeat_last_n, -1, 2**31 - 1)
+    integer("--seed", seed, 0, MAX_SEED)
+    biases = logit_bias(bias)
+
+    from twobit.runtime.sampling import Sampling
+
+    filtered = any(value is not None for value in (top_k, top_p, min_p))
+    return Sampling(
+        temperature=temp if temp is not None else 1.0 if filtered else 0.0,
+        top_k=min(top_k or 0, 2**31 - 1),
+        top_p=1.0 if top_p is None else top_p,
+        min_p=min_p or 0.0,
+        repeat_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repeat_last_n=repeat_last_n,
+        seed=seed,
+        logit_bias=biases,
+    )
+
+
+def context(asked: int | None, longest: int, prompt: int, new: int | None) -> int:
+    """Positions of the context: --ctx where given; else what the prompt and -n need, at least DEFAULT_CONTEXT and at
+    most what the model was made for. Memory follows what is used."""
+    if asked is not None:
+        integer("--ctx", asked, 1)
+        if asked > longest:
+            raise UsageError(f"--ctx {asked} is not possible: this model has {longest} positions")
+        return asked
+    return min(longest, max(DEFAULT_CONTEXT, prompt + (DEFAULT_ROOM if new is None else new)))

@@ -1,0 +1,112 @@
+"""The only place that prints. Text and results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from twobit.errors import TwobitError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TextIO
+
+_RED, _YELLOW, _DIM, _PLAIN = "\033[31m", "\033[33m", "\033[2m", "\033[0m"
+
+
+def prepare() -> None:
+    """UTF-8 on both streams whatever the locale says; what has no UTF-8 form (lone surrogates) becomes "?"."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+
+
+def text(piece: str) -> None:
+    """Generated text to stdout, shown at once."""
+    if sys.stdout is None:
+        raise TwobitError("stdout is closed")
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def line(content: str = "") -> None:
+    """A line of a result to stdout."""
+    text(content + "\n")
+
+
+def end_text(written: str) -> None:
+    """After generated text: the prompt of a terminal starts on a new line; in a file or pipe nothing is added."""
+    if sys.stdout is not None and sys.stdout.isatty() and not written.endswith("\n"):
+        text("\n")
+
+
+def result(data: Any) -> None:
+    """One JSON object to stdout."""
+    import json
+
+    line(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
+
+
+def table(rows: Iterable[Sequence[str]]) -> None:
+    """Rows of cells to stdout, columns aligned; the first left, the others right."""
+    cells = [list(row) for row in rows]
+    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(max(map(len, cells)))]
+    for row in cells:
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))
+        line("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+
+
+def note(message: str) -> None:
+    """A line that informs, to stderr."""
+    _err(_paint(_DIM, clean(message)))
+
+
+def warn(message: str) -> None:
+    """A warning, to stderr."""
+    _err(_paint(_YELLOW, "warning: ") + clean(message))
+
+
+def error(message: str, hint: str | None = None) -> None:
+    """What went wrong and what to do next, to stderr."""
+    _err(_paint(_RED, "error: ") + clean(message))
+    if hint:
+        _err("  " + clean(hint))
+
+
+def usage(content: str) -> None:
+    """Help that goes with a usage error, to stderr."""
+    _err(content)
+
+
+def abandon_stdout() -> None:
+    """After the reader of a pipe went away: nothing that is still buffered may raise again at exit."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError, AttributeError):  # not a real file (a test's), or closed already
+        pass
+
+
+def clean(message: str) -> str:
+    """A message on one line: names out of a stranger's files must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in message)
+
+
+def _colour(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _paint(colour: str, content: str) -> str:
+    return f"{colour}{content}{_PLAIN}" if sys.stderr is not None and _colour(sys.stderr) else content
+
+
+def _err(content: str) -> None:
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(content + "\n")
+        sys.stderr.flush()
+    except OSError:  # nobody is left to tell
+        pass

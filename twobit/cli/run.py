@@ -1,0 +1,195 @@
+"""`twobit run`: answer or continue a prompt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from twobit.cli import options, output
+from twobit.errors import UsageError
+from twobit.runtime.generate import Result, generate
+from twobit.runtime.tokenizer import Tokenizer
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads standard input")],
+    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Most new tokens [all the context holds]")] = None,
+    ctx: Annotated[
+        int | None, typer.Option("--ctx", metavar="N", help="Context in tokens [8192, more for a longer prompt]")
+    ] = None,
+    system: Annotated[str | None, typer.Option("-s", "--system", metavar="SYSTEM", help="System message")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template")] = False,
+    temp: Annotated[
+        float | None,
+        typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
+    ] = None,
+    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", metavar="R", help="1 is none")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option("--presence-penalty", metavar="R", help="0 is none")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", metavar="R", help="0 is none")] = 0.0,
+    repeat_last_n: Annotated[
+        int, typer.Option("--repeat-last-n", metavar="N", help="Tokens that penalties look at; -1: all")
+    ] = 64,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Add X to a token's logit; may repeat")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same text; another, another")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="S", help="End before this text; may repeat")
+    ] = None,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without drafting: the same text")] = False,
+    draft_max: Annotated[
+        int | None, typer.Option("--draft-max", metavar="N", help="Most tokens drafted per step [16]")
+    ] = None,
+    draft_only: Annotated[bool, typer.Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
+    device: Annotated[str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
+    threads: Annotated[int | None, typer.Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say more about speed on stderr")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Show token ids of prompt and answer")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> int:
+    """Continue a prompt, or answer it where the model has a chat template.
+
+    The text goes to stdout and nothing else does; a line of statistics goes to stderr. The text is the same with and
+    without drafting, for any number of threads.
+
+    \b
+    twobit run ./model "Why is the sky blue?"
+    twobit run ./model - --temp 0.7 --top-p 0.9 --seed 1 <question.txt
+    twobit run ./model "Once upon a time" --raw -n 100 --no-draft
+    """
+    started = time.perf_counter()
+    sampling = options.sampling(
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repeat_last_n=repeat_last_n,
+        seed=seed,
+        bias=logit_bias or (),
+    )
+    where = options.device(device)
+    threads = options.threads(threads)
+    if n is not None:
+        options.integer("-n", n, 0)
+    if ctx is not None:
+        options.integer("--ctx", ctx, 1)
+    if draft_max is not None:
+        options.integer("--draft-max", draft_max, 0, options.MAX_DRAFT)
+    if no_draft and (draft_only or draft_max):
+        raise UsageError(f"--no-draft and {'--draft-only' if draft_only else '--draft-max'} contradict each other")
+    if raw and system is not None:
+        raise UsageError("--raw has no system message: -s needs the chat template")
+    stops = [options.unicode_text("--stop", s) for s in stop or ()]
+    if not all(stops):
+        raise UsageError("--stop needs a text that is not empty")
+
+    folder = options.model_folder(model, quiet=as_json)
+    text = options.prompt_text(prompt, raw=raw)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": options.unicode_text("-s", system)})
+
+    from twobit.runtime.model import Model
+    from twobit.runtime.session import Session, StepOptions
+
+    opened = Model.open(folder)
+    tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
+    prompt_ids = tokenizer.encode_prompt(text) if raw else tokenizer.chat_ids(messages)
+    eos = tokenizer.eos_ids
+    tokenizer.close()
+    for token in sampling.logit_bias:
+        options.integer("--logit-bias ID", token, 0, opened.vocab - 1)
+    limit = options.context(ctx, opened.architecture.max_context, len(prompt_ids), n)
+    session = Session(opened, limit, threads)
+    step = StepOptions(draft_only=draft_only, eos=eos)
+    if no_draft or draft_max is not None:
+        step = replace(step, draft_max=0 if no_draft else draft_max or 0)
+    load_s = time.perf_counter() - started
+
+    if ids and not as_json:
+        output.note("prompt ids: " + " ".join(map(str, prompt_ids)))
+    done: Result | None = None
+    for event in generate(session, tokenizer, prompt_ids, sampling, step, stop=stops, max_tokens=n):
+        if isinstance(event, Result):
+            done = event
+        elif not as_json and event.text:
+            output.text(event.text)
+    assert done is not None
+
+    if as_json:
+        output.result(_json(done, opened, session, sampling.seed, where, load_s, ids))
+    else:
+        output.end_text(done.text)
+        if ids:
+            output.note("ids: " + " ".join(map(str, done.token_ids)))
+        output.note(_summary(done))
+        if stats:
+            for line in _details(done, opened, session, where, load_s):
+                output.note(line)
+    if done.finish_reason == "interrupted":
+        raise KeyboardInterrupt
+    return 0
+
+
+def _json(
+    done: Result, model: Any, session: Any, seed: int, device: str, load_s: float, with_prompt: bool
+) -> dict[str, Any]:
+    known = done.to_json()
+    data = {
+        **{key: known[key] for key in ("text", "token_ids", "prompt_tokens", "finish_reason")},
+        "seed": seed,
+        "device": device,
+        "kernel": model.level,
+        "threads": session.threads,
+        "timing": {"load_s": load_s, **known["timing"]},
+        "speculation": known["speculation"],
+        "peak_ram_bytes": peak_memory(),
+    }
+    return data | ({"prompt_token_ids": done.prompt_ids} if with_prompt else {})
+
+
+def _summary(done: Result) -> str:
+    speed = (
+        f"{len(done.token_ids)} tokens, {done.decode_tokens_per_s:.1f} tokens/s, {done.tokens_per_step:.2f} per step"
+    )
+    prompt = f"prompt {len(done.prompt_ids)} tokens"
+    if done.prefill_tokens:
+        prompt += f", {done.prefill_tokens_per_s:.1f} tokens/s"
+    return f"{speed}; {prompt}; {done.finish_reason}"
+
+
+def _details(done: Result, model: Any, session: Any, device: str, load_s: float) -> list[str]:
+    rates = [f"{a / d:.0%}" for a, d in zip(done.accepted_by_depth, done.drafted_by_depth, strict=False) if d]
+    rates += ["0%"] * (len(done.drafted_by_depth) - len(rates))
+    return [
+        f"{device}, kernels {model.level}, {session.threads} threads, peak memory {peak_memory() / 2**20:.0f} MiB",
+        f"seconds: load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "
+        f"(draft {done.draft_s:.2f}, verify {done.verify_s:.2f}, sample {done.sample_s:.2f})",
+        f"{done.steps} steps, {done.drafted} tokens drafted, {done.accepted} accepted"
+        + (f"; by depth {' '.join(rates)}" if rates else ""),
+    ]
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had in RAM, in bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,307 @@
+"""Generation as a stream of events: one `Piece` per token, then one `Result`.
+
+Everything that ends a text is applied token by token in order, also inside a block of accepted drafts, so that the
+outcome does not depend on how tokens came in steps: end tokens, stop strings, the token budget, the end of the context.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from twobit.errors import UsageError
+
+if TYPE_CHECKING:
+    from twobit.runtime.sampling import Sampling
+    from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token brought: `text` that is now certain, often empty while characters or stop strings are open.
+
+    token None: text held back until the end. from_draft: the 2-bit model drafted it and the verifier agreed.
+    """
+
+    text: str
+    token: int | None
+    from_draft: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome, after the last piece.
+
+    text: all pieces joined; an end token and a stop string are not part of it. token_ids: every token emitted, the end
+    token and those that spell the stop string included. finish_reason: "eos", "stop", "length" (token budget or context
+    used up) or "interrupted". Times in seconds; `prefill_tokens` were evaluated before the first step. accepted counts
+    the drafted tokens among token_ids; by depth: how many steps drafted / accepted a first, second, ... token.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_ids: list[int]
+    finish_reason: str
+    prefill_tokens: int
+    prefill_s: float
+    decode_s: float
+    draft_s: float
+    verify_s: float
+    sample_s: float
+    steps: int
+    drafted: int
+    accepted: int
+    drafted_by_depth: list[int]
+    accepted_by_depth: list[int]
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens emitted per second of decoding."""
+        return len(self.token_ids) / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens evaluated per second."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens emitted per step: 1 without drafting."""
+        return len(self.token_ids) / self.steps if self.steps else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The share of `twobit run --json` that generation knows."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": len(self.prompt_ids),
+            "finish_reason": self.finish_reason,
+            "timing": {
+                "prefill_s": self.prefill_s,
+                "prefill_tokens_per_s": self.prefill_tokens_per_s,
+                "decode_s": self.decode_s,
+                "decode_tokens_per_s": self.decode_tokens_per_s,
+                "draft_s": self.draft_s,
+                "verify_s": self.verify_s,
+                "sample_s": self.sample_s,
+            },
+            "speculation": {
+                "steps": self.steps,
+                "drafted": self.drafted,
+                "accepted": self.accepted,
+                "tokens_per_step": self.tokens_per_step,
+                "accepted_by_depth": self.accepted_by_depth,
+                "drafted_by_depth": self.drafted_by_depth,
+            },
+        }
+
+
+class StopStrings:
+    """Cuts a stream of text before the first stop string, however the text is split.
+
+    `push` returns text that no stop string can reach any more; what may be the beginning of one is held. Of several
+    the one that is complete first counts, and of those the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise UsageError("a stop string is empty")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Add text; returns what is certain. Nothing after a stop string comes out."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        ends = [(text.find(s) + len(s), text.find(s), s) for s in self._stops if s in text]
+        if ends:
+            _, start, self.found = min(ends)
+            self._held = ""
+            return text[:start]
+        keep = next(
+            (k for k in range(min(self._longest - 1, len(text)), 0, -1) if self._may_start(text[-k:])),
+            0,
+        )
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What is still held, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_start(self, tail: str) -> bool:
+        return any(s.startswith(tail) for s in self._stops)
+
+
+@dataclass
+class _Counts:
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    sample_s: float = 0.0
+    decode_s: float = 0.0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+
+    def drafts(self, drafted: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+        for counts, n in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, accepted)):
+            counts.extend([0] * (n - len(counts)))
+            for depth in range(n):
+                counts[depth] += 1
+
+
+def generate(
+    session: Session,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    sampling: Sampling,
+    options: StepOptions,
+    *,
+    stop: Sequence[str] = (),
+    max_tokens: int | None = None,
+) -> Iterator[Piece | Result]:
+    """Continue `ids` until an end token (`options.eos`), a stop string, `max_tokens` or the end of the context.
+
+    The session's cache may hold the first tokens of `ids` already; they are not evaluated again. Ctrl-C stops a step
+    that is under way: the text so far comes out, and the Result says "interrupted".
+
+    Raises UsageError where `ids` is empty or does not fit the context, TokenizerError where the model has no row for
+    one, RuntimeFailure where the runtime stops.
+    """
+    history = list(ids)
+    prompt, context = len(history), session.max_context
+    if not history:
+        raise UsageError(
+            "the prompt is empty, and this model has no token to begin a text with", "give some text as PROMPT"
+        )
+    if prompt > context:
+        raise UsageError(
+            f"the prompt has {prompt} tokens, but the context holds {context}",
+            "shorten the prompt, or raise --ctx where the model allows it",
+        )
+    tokenizer.check_ids(history)
+    room = context - prompt
+    left = room if max_tokens is None else min(max_tokens, room)
+
+    stream, stops, counts = tokenizer.stream(), StopStrings(stop), _Counts()
+    texts: list[str] = []
+    reason = None if left > 0 else "length"
+    cached = session.length
+    prefill_s = 0.0
+    with _Interrupts(session) as interrupts:
+        try:
+            if reason is None and cached < prompt - 1:
+                start = time.perf_counter()
+                interrupts.call(partial(session.eval, history[cached : prompt - 1], logits=False))
+                prefill_s = time.perf_counter() - start
+            while reason is None:
+                start = time.perf_counter()
+                step = interrupts.call(partial(session.step, history, sampling, replace(options, budget=left)))
+                counts.decode_s += time.perf_counter() - start
+                counts.steps += 1
+                counts.draft_s += step.draft_s
+                counts.verify_s += step.verify_s
+                counts.sample_s += step.sample_s
+                used = 0
+                for token in step.tokens:
+                    drafted = used < step.accepted
+                    used += 1
+                    left -= 1
+                    history.append(token)
+                    if token in options.eos:
+                        reason, text = "eos", ""
+                    else:
+                        text = stops.push(stream.push(token))
+                        if stops.found is not None:
+                            reason = "stop"
+                        elif left == 0:
+                            reason = "length"
+                    texts.append(text)
+                    yield Piece(text, token, drafted)
+                    if reason is not None:
+                        break
+                counts.drafts(step.drafted, min(used, step.accepted))
+        except KeyboardInterrupt:
+            reason = "interrupted"
+    rest = stops.push(stream.flush())
+    if stops.found is not None:
+        reason = "stop"
+    rest += stops.flush()
+    if rest:
+        texts.append(rest)
+        yield Piece(rest, None, False)
+    yield Result(
+        text="".join(texts),
+        token_ids=history[prompt:],
+        prompt_ids=history[:prompt],
+        finish_reason=reason or "length",
+        prefill_tokens=max(prompt - 1 - cached, 0) if prefill_s else 0,
+        prefill_s=prefill_s,
+        decode_s=counts.decode_s,
+        draft_s=counts.draft_s,
+        verify_s=counts.verify_s,
+        sample_s=counts.sample_s,
+        steps=counts.steps,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        drafted_by_depth=counts.drafted_by_depth,
+        accepted_by_depth=counts.accepted_by_depth,
+    )
+
+
+class _Interrupts:
+    """Lets Ctrl-C stop a call into C.
+
+    Python runs signal handlers on the main thread only, between its own instructions: while that thread is inside C,
+    Ctrl-C waits. So calls from the main thread run on a helper thread while the main thread waits for them; the handler
+    then runs at once and sets the abort flag that C polls. A second Ctrl-C raises KeyboardInterrupt as usual.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pool: ThreadPoolExecutor | None = None
+        self._previous: Any = None
+
+    def __enter__(self) -> _Interrupts:
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._pool = ThreadPoolExecutor(1, "twobit-step")
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._pool.shutdown()
+        self._session.abort(False)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """`function()`, interruptible; KeyboardInterrupt where the session was told to stop."""
+        if self._pool is None:
+            return function()
+        future: Future[T] = self._pool.submit(function)
+        while not wait([future], timeout=0.1).done:  # without a timeout, Windows would not run the handler
+            pass
+        return future.result()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+        self._session.abort()
