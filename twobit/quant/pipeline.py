@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twobit.architecture import Architecture, TensorSpec
-from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError, UsageError
+from twobit.errors import CalibrationError, CheckpointError, FormatError, RuntimeFailure, TwobitError, UsageError
 from twobit.format import layout
 from twobit.format.writer import (
     ModelWriter,
@@ -219,7 +219,7 @@ def _open(source: Path, output: Path, options: Options) -> Checkpoint:
     options.recipe.check(spec.module for spec in checkpoint.architecture.tensors() if spec.role in ("linear", "head"))
     if os.path.lexists(output):
         if not options.overwrite:
-            raise UsageError(f"{output} exists", "choose another output folder, or pass --overwrite")
+            raise FormatError(f"{output} exists", "choose another output folder, or pass --overwrite")
         check_replaceable(output)
     return checkpoint
 

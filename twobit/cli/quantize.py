@@ -1,0 +1,185 @@
+"""`twobit quantize`: a Hugging Face checkpoint becomes a twobit model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from twobit.cli import options, output
+from twobit.errors import UsageError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from twobit.quant.pipeline import Plan
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of the full-precision checkpoint")],
+    out: Annotated[str, typer.Option("-o", "--output", metavar="OUT", help="Folder to make")],
+    residual: Annotated[int, typer.Option("--residual", metavar="6|8", help="Residual bits of the linears")] = 6,
+    residual_group: Annotated[
+        int, typer.Option("--residual-group", metavar="16|32", help="Columns per residual factor")
+    ] = 16,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option("--rule", metavar="REGEX=b+R", help="Bits of the matrices whose name matches; may repeat"),
+    ] = None,
+    calib: Annotated[
+        list[str] | None,
+        typer.Option("--calib", metavar="FILE", help="Calibrate on this UTF-8 text instead of ours; may repeat"),
+    ] = None,
+    calib_tokens: Annotated[
+        int | None, typer.Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
+    threads: Annotated[int | None, typer.Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made and taken, make nothing")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what an unfinished run left")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the twobit model at OUT")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no progress")] = False,
+) -> int:
+    """Split a checkpoint into a 2-bit draft and its residual.
+
+    The same source and options give the same bytes, whatever the number of threads. A run that stopped goes on where it
+    was when started again. Needs the extra: pip install "twobit[quantize]".
+
+    \b
+    twobit quantize ./SmolLM2-135M-Instruct -o ./smollm2-2bit
+    twobit quantize ./model -o ./out --residual 8 --rule 'down_proj=3+8'
+    twobit quantize ./model -o ./out --dry-run
+    """
+    from twobit.quant import calibrate
+    from twobit.quant.pipeline import Options, plan
+    from twobit.quant.pipeline import quantize as make
+    from twobit.quant.recipe import Recipe, Rule
+    from twobit.runtime.lib import default_threads
+
+    if not out:
+        raise UsageError("-o needs a folder")
+    settings = Options(
+        recipe=Recipe(residual, residual_group, tuple(Rule.parse(text) for text in rule or ())),
+        calib=tuple(Path(name) for name in calib or ()),
+        calib_tokens=calibrate.DEFAULT_TOKENS if calib_tokens is None else calib_tokens,
+        seed=options.integer("--seed", seed, 0, options.MAX_SEED),
+        threads=options.threads(threads) or default_threads(),
+        restart=restart,
+        overwrite=overwrite,
+    )
+    folder, target = Path(source).expanduser(), Path(out).expanduser()
+    if dry_run:
+        _show_plan(plan(folder, target, settings), as_json)
+        return 0
+
+    import torch  # noqa: F401 - a missing extra is told before any work
+
+    progress = _progress(as_json)
+    try:
+        summary = make(folder, target, settings, progress)
+    except KeyboardInterrupt:
+        progress.close()
+        output.note("stopped: the same command goes on where it was, with --restart it begins again")
+        raise
+    finally:
+        progress.close()
+    if as_json:
+        output.result(summary)
+    else:
+        _show_summary(summary)
+    return 0
+
+
+def _progress(quiet: bool) -> Any:
+    from twobit.quant.pipeline import Progress
+
+    class Bars(Progress):
+        """A bar per stage on stderr where that is a terminal, and lines above it."""
+
+        def __init__(self) -> None:
+            self._bar: tqdm[Any] | None = None
+            self._shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
+
+        def stage(self, name: str, total: int) -> None:
+            self.close()
+            if self._shown:
+                from tqdm import tqdm
+
+                form = "{desc} {percentage:3.0f}% {bar} {elapsed}, {remaining} left"
+                self._bar = tqdm(total=total, desc=name, file=sys.stderr, leave=False, bar_format=form)
+
+        def advance(self, steps: int) -> None:
+            if self._bar is not None:
+                self._bar.update(steps)
+
+        def line(self, text: str) -> None:
+            if not quiet:
+                self._above(output.note, text)
+
+        def warning(self, text: str) -> None:
+            self._above(output.warn, text)
+
+        def _above(self, show: Any, text: str) -> None:
+            if self._bar is not None:
+                self._bar.clear()
+            show(text)
+            if self._bar is not None:
+                self._bar.refresh()
+
+        def close(self) -> None:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    return Bars()
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _bits(data: Any) -> list[tuple[str, str]]:
+    head = data["head_bpw"]
+    return [
+        ("parameters", f"{data['parameters']:,}"),
+        ("bits per weight", f"{data['draft_bpw']:.3f} draft + {data['residual_bpw']:.3f} residual"),
+        ("  head, embeddings", f"{head['draft']:.3f} draft + {head['residual']:.3f} residual"),
+        ("size", f"{_gb(data['draft_bytes'])} draft + {_gb(data['residual_bytes'])} residual"),
+    ]
+
+
+def _show_plan(made: Plan, as_json: bool) -> None:
+    data = made.to_json()
+    if as_json:
+        output.result(data)
+        return
+    output.table(
+        [
+            ("family", made.family),
+            *_bits(data),
+            ("disk while it runs", _gb(made.disk_bytes)),
+            ("memory at most", f"{_gb(made.memory_bytes)} (embeddings + one layer with its Hessians + 800 MB)"),
+            ("time, roughly", f"{made.seconds / 60:.1f} minutes"),
+            ("calibration", f"{made.calibration_tokens:,} tokens"),
+        ]
+    )
+
+
+def _show_summary(summary: dict[str, Any]) -> None:
+    errors = summary["errors"]
+    output.table(
+        [
+            ("output", output.clean(summary["output"])),
+            *_bits(summary),
+            *((f"relative error, {of}", f"{e['draft']:.3f} draft, {e['full']:.5f} full") for of, e in errors.items()),
+            (
+                "peak memory",
+                f"{_gb(summary['peak_ram_bytes'])} (at most {_gb(summary['expected_ram_bytes'])}: "
+                "embeddings + one layer with its Hessians + 800 MB)",
+            ),
+            ("time", f"{summary['seconds']:.1f} s"),
+            ("build", summary["build_id"]),
+        ]
+    )
