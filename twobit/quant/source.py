@@ -35,8 +35,8 @@ CONVERT = (
     "M.from_pretrained('SOURCE').save_pretrained('CONVERTED')\""
 )
 
-_MAX_JSON = 256 << 20  # bytes; the largest known index is 60 MB
-_CHUNK = 1 << 22  # bytes read at a time
+_MAX_JSON = 128 << 20  # bytes; the largest in use, tokenizer.json of Gemma, has 33 MB
+_CHUNK = 1 << 19  # bytes read at a time; hashed, checked and widened while they are in the cache
 _ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4}
 # Exponent bits: all set means infinity or NaN.
 _EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
@@ -117,7 +117,7 @@ class Checkpoint:
             for tensor, info in header.tensors.items():
                 if tensor in self._places:
                     raise CheckpointError(
-                        f"tensor {tensor!r} is in two shards: {self._places[tensor].shard} and {name}",
+                        f"tensor {_shown(tensor)} is in two shards: {self._places[tensor].shard} and {name}",
                         "the folder holds a mixture of two checkpoints: download it again into an empty folder",
                     )
                 self._places[tensor] = _Place(name, info)
@@ -128,7 +128,7 @@ class Checkpoint:
             if place is None or place.shard != shard:
                 where = f"it is in {place.shard}" if place else "no shard has it"
                 raise CheckpointError(
-                    f"{INDEX} describes another build: it says that tensor {tensor!r} is in {shard}, but {where}",
+                    f"{INDEX} describes another build: it says that tensor {_shown(tensor)} is in {shard}, but {where}",
                     "index and shards do not belong together: download the checkpoint again into an empty folder",
                 )
         unlisted = [tensor for tensor in self._places if tensor not in weight_map]
@@ -144,12 +144,18 @@ class Checkpoint:
         named = sorted(set(weight_map.values()))
         missing = [name for name in named if not os.path.lexists(self.folder / name)]
         if missing:
-            if present and len(missing) == len(named) and (names := _whole_set(present)):
+            if len(missing) == len(named) and (names := _whole_set(present)):
                 self.warnings.append(
                     f"{INDEX} describes another build (none of its {len(named)} files is here); "
                     f"it is ignored and {_listed(names)} read instead"
                 )
                 return names, None
+            if present and len(missing) == len(named):
+                raise CheckpointError(
+                    f"{self.folder}: {INDEX} describes another build: missing all of its {len(named)} files "
+                    f"({_listed(missing)}); what is here ({_listed(present)}) is no whole set",
+                    DOWNLOAD_AGAIN,
+                )
             raise CheckpointError(f"{self.folder}: missing {_listed(missing)}, which {INDEX} names", DOWNLOAD_AGAIN)
         unnamed = [name for name in present if name not in named]
         if SINGLE in unnamed:
@@ -218,7 +224,8 @@ class Checkpoint:
         for tensor, name in weight_map.items():
             if not _is_plain_name(name) or not name.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"{file}: weight_map sends tensor {tensor!r} to {name!r}, which is no plain safetensors file name",
+                    f"{file}: weight_map sends tensor {_shown(tensor)} to {_shown(name)}, "
+                    "which is no plain name of a safetensors file",
                     "the index is damaged or hostile: get the checkpoint from a source you trust",
                 )
         return weight_map
@@ -241,7 +248,7 @@ class Checkpoint:
         names = list(dict.fromkeys(spec.source for spec in missing))
         if [spec.role for spec in missing] == ["head"] and not self.architecture.tied:
             raise CheckpointError(
-                f"{self.folder}: no tensor {names[0]!r}, but config.json has the head apart from the embedding "
+                f"{self.folder}: no tensor {_shown(names[0])}, but config.json has the head apart from the embedding "
                 "(tie_word_embeddings is false)",
                 "the checkpoint is incomplete, or config.json should say tie_word_embeddings: true",
             )
@@ -253,13 +260,13 @@ class Checkpoint:
             kind = place.info.dtype
             if kind == "F64":
                 raise CheckpointError(
-                    f"{place.shard}: tensor {name!r} is F64, which is not supported",
+                    f"{place.shard}: tensor {_shown(name)} is F64, which is not supported",
                     "convert the checkpoint to fp32 or bf16",
                 )
-            raise CheckpointError(f"{place.shard}: tensor {name!r} is {kind}: already quantized", FULL_PRECISION)
+            raise CheckpointError(f"{place.shard}: tensor {_shown(name)} is {kind}: already quantized", FULL_PRECISION)
         if place.info.shape != expected:
             raise CheckpointError(
-                f"{place.shard}: tensor {name!r} has shape {list(place.info.shape)}, "
+                f"{place.shard}: tensor {_shown(name)} has shape {list(place.info.shape)}, "
                 f"but config.json asks for {list(expected)}",
                 "config.json and weights do not belong together",
             )
@@ -289,7 +296,8 @@ class Checkpoint:
         )
         if not same:
             raise CheckpointError(
-                f"{shard}: tensor {name!r} differs from {source!r}, but config.json ties them (tie_word_embeddings)",
+                f"{shard}: tensor {_shown(name)} differs from {_shown(source)}, "
+                "but config.json ties them (tie_word_embeddings)",
                 "if the head is really separate, config.json should say tie_word_embeddings: false",
             )
         self.notes.append(f"left out {name}: it repeats {source}, to which it is tied")
@@ -360,15 +368,15 @@ class Checkpoint:
         info = self._places[name].info
         size, mask = _ITEM_SIZE[info.dtype], _EXPONENT[info.dtype]
         bits = np.frombuffer(chunk, f"<u{size}")
-        bad = (bits & mask) == mask
-        if not bad.any():
+        exponents = bits & mask
+        if exponents.max(initial=0) != mask:
             return
-        index = int(bad.argmax())
+        index = int(exponents.argmax())
         mantissa = int(bits[index]) & (mask & -mask) - 1
         columns = int(np.prod(info.shape[1:], dtype=np.int64)) if info.shape else 1
-        what = "NaN" if mantissa else "infinity"
+        what, row = "NaN" if mantissa else "infinity", (begin // size + index) // columns
         raise CheckpointError(
-            f"{self._places[name].shard}: tensor {name!r} holds {what} in row {(begin // size + index) // columns}",
+            f"{self._places[name].shard}: tensor {_shown(name)} holds {what} in row {row}",
             "the weights are damaged: download them again",
         )
 
@@ -428,11 +436,13 @@ def check_tokenizer_ids(folder: Path, vocab: int) -> list[str]:
     if outside:
         token, i = min(outside.items(), key=lambda item: item[1])
         raise CheckpointError(
-            f"{file}: token {token!r} has id {i}, but the embedding has {vocab} rows ({len(outside)} tokens like that)",
+            f"{file}: token {_shown(repr(token))} has id {i}, but the embedding has {vocab} rows "
+            f"({len(outside)} tokens like that)",
             "tokenizer and weights do not belong together",
         )
     return [
-        f"token {token!r} has id {i}, but the embedding has {vocab} rows: a prompt that uses it will be refused"
+        f"token {_shown(repr(token))} has id {i}, but the embedding has {vocab} rows: "
+        "a prompt that uses it will be refused"
         for token, i in extra.items()
         if not 0 <= i < vocab
     ]
@@ -443,7 +453,7 @@ def plain_file(folder: Path, name: str) -> Path | None:
 
     Raises CheckpointError for a dangling link and for one that leads out of the folder or of its Hub cache repository.
     """
-    return _plain_path(folder.resolve(), name) if os.path.lexists(folder / name) else None
+    return _plain_path(folder, name).resolve() if os.path.lexists(folder / name) else None
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -499,7 +509,7 @@ def _plain_path(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{path}: missing", DOWNLOAD_AGAIN) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not target.is_relative_to(_link_root(folder)):
+    if not target.is_relative_to(_link_root(folder.resolve())):
         raise CheckpointError(
             f"{path}: a link that leaves the checkpoint (points to {_link(path)})",
             "copy the file into the folder if it is meant to be there",
@@ -562,9 +572,14 @@ def _count(names: list[str]) -> str:
 
 def _listed(names: Iterable[str], limit: int = 8) -> str:
     names = list(names)
-    shown = [name if len(name) <= 150 else name[:147] + "..." for name in names[:limit]]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(shown) + more
+    return ", ".join(map(_shown, names[:limit])) + more
+
+
+def _shown(name: Any) -> str:
+    """A name from a file as part of one line: no control characters, no endless names."""
+    text = name if isinstance(name, str) and name.isprintable() and name else repr(name)
+    return text if len(text) <= 150 else text[:147] + "..."
 
 
 def _read_json(folder: Path, name: str, error_type: type[TwobitError]) -> dict[str, Any]:
@@ -576,7 +591,7 @@ def _read_json(folder: Path, name: str, error_type: type[TwobitError]) -> dict[s
         if len(result) != len(items):
             seen: set[str] = set()
             key = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"{key!r} stands twice")
+            raise ValueError(f"{_shown(key)} stands twice")
         return result
 
     try:
