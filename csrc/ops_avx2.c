@@ -5,8 +5,8 @@
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 
+#define HEADS 4
 #define OPS_TABLE tb_ops_avx2
-#define UNROLL _Pragma("GCC unroll 8")
 
 typedef __m256 V, VM;
 typedef __m256i VI;

@@ -4,8 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#define HEADS 1
 #define OPS_TABLE tb_ops_generic
-#define UNROLL
 
 typedef struct { float x[8]; } V;
 typedef struct { int32_t x[8]; } VI;
