@@ -107,7 +107,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2": (
+        "gemma2",
+        {**_GEMMA, "num_hidden_layers": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3_text": ("gemma3_text", _GEMMA3),
     "gemma3": ("gemma3", _GEMMA3),
     "gemma4_text": ("gemma4_text", _GEMMA4),
