@@ -33,7 +33,6 @@ static inline V v_min(V a, V b) { return _mm256_min_ps(a, b); }
 static inline VM v_lt(V a, V b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline V v_blend(VM m, V a, V b) { return _mm256_blendv_ps(b, a, m); }
 static inline VM vm_and(VM a, VM b) { return _mm256_and_ps(a, b); }
-static inline VM vm_or(VM a, VM b) { return _mm256_or_ps(a, b); }
 static inline int v_any(VM m) { return _mm256_movemask_ps(m) != 0; }
 static inline int v_all(VM m) { return _mm256_movemask_ps(m) == 255; }
 static inline VI v_bits(V a) { return _mm256_castps_si256(a); }

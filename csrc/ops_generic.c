@@ -31,7 +31,6 @@ static inline V v_min(V a, V b) { LANES(V, a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
 static inline VM v_lt(V a, V b) { LANES(VM, a.x[i] < b.x[i] ? -1 : 0); }
 static inline V v_blend(VM m, V a, V b) { LANES(V, m.x[i] ? a.x[i] : b.x[i]); }
 static inline VM vm_and(VM a, VM b) { LANES(VM, a.x[i] & b.x[i]); }
-static inline VM vm_or(VM a, VM b) { LANES(VM, a.x[i] | b.x[i]); }
 static inline int v_any(VM m) { int any = 0; for (int i = 0; i < 8; i++) any |= m.x[i]; return any != 0; }
 static inline int v_all(VM m) { int all = -1; for (int i = 0; i < 8; i++) all &= m.x[i]; return all != 0; }
 static inline VI v_bits(V a) { VI r; memcpy(r.x, a.x, sizeof r.x); return r; }
