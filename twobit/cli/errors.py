@@ -53,7 +53,7 @@ RULES = (  # the first that fits counts
     Rule(UsageError, 2, hint=_own_hint),
     Rule(TwobitError, 1, hint=_own_hint),
     Rule(KeyboardInterrupt, 130, lambda error: "interrupted"),
-    Rule(BrokenPipeError, 0, lambda error: None),  # `| head`: the reader has all it wanted
+    Rule(output.ReaderGone, 0, lambda error: None),  # it has all it wanted
     Rule(ModuleNotFoundError, 1, _missing_module, _extra),
     Rule(MemoryError, 1, lambda error: "out of memory", lambda error: "a smaller --ctx needs less"),
     Rule(OSError, 1, _system),
@@ -74,6 +74,6 @@ def report(error: BaseException) -> int:
     message = rule.message(error)
     if message is not None:
         output.error(message, rule.hint(error))
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, output.ReaderGone):
         output.abandon_stdout()
     return rule.code

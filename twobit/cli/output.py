@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _RED, _YELLOW, _DIM, _PLAIN = "\033[31m", "\033[33m", "\033[2m", "\033[0m"
 
 
+class ReaderGone(Exception):
+    """Whoever read stdout went away, as in `| head`. Not an OSError: typer would end the process on EPIPE."""
+
+
 def prepare() -> None:
     """UTF-8 on both streams whatever the locale says; what has no UTF-8 form (lone surrogates) becomes "?"."""
     for stream in (sys.stdout, sys.stderr):
@@ -26,8 +30,11 @@ def text(piece: str) -> None:
     """Generated text to stdout, shown at once."""
     if sys.stdout is None:
         raise TwobitError("stdout is closed")
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
 def line(content: str = "") -> None:

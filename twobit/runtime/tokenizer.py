@@ -68,7 +68,7 @@ class Tokenizer:
                 )
             raise TokenizerError(f"{path} is missing", "copy the tokenizer files of the model into its folder")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
         except Exception as error:  # tokenizers raises plain Exception
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
