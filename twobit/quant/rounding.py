@@ -1,28 +1,28 @@
 """Weights to codes: the draft's lattice and the residual's grid, by GPTQ in the metric of the layer's inputs.
 
-With H = X^T X of the inputs, the error that matters is e H e^T per row e of (weights - rounded weights). H is written as
-F diag(d) F^T with F unit upper triangular; then that error is sum_j d_j (e_j + sum_{i<j} e_i F_ij)^2, so columns are
-rounded left to right, each towards its weight plus the errors already made, fed through F (GPTQ, Frantar et al. 2022, in
-the LDL form of QuIP, Chee et al. 2023, Theorem 1; needs one Cholesky factorization and no inverse). The loops are in
-csrc/rounding_body.inc.
+With H = X^T X of the inputs, the error that matters is e H e^T per row e of (weights - rounded weights). H is written
+as F diag(d) F^T with F unit upper triangular; then that error is sum_j d_j (e_j + sum_{i<j} e_i F_ij)^2, so columns are
+rounded left to right, each towards its weight plus the errors already made, fed through F. This is GPTQ (Frantar et al.
+2022) in the LDL form of QuIP (Chee et al. 2023, Theorem 1), which needs one Cholesky factorization and no inverse.
+The loops are in csrc/rounding_body.inc.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from twobit.errors import CalibrationError, CheckpointError
-from twobit.runtime.lib import ffi, lib
+from twobit.format.layout import COLS, DRAFT_BITS, Q_NARROW, Q_WIDE, RESIDUAL_BITS, RESIDUAL_GROUPS, Matrix, ceil_div
+from twobit.runtime.lib import cpu_level, ffi, lib
 
-GROUP = 16
 ROWS_PER_TASK = 32
 """Rows of one task; fixed by the C loops' tile, of no influence on the result."""
 
@@ -51,23 +51,14 @@ class Factor:
         return self.energy.shape[0]
 
 
-@dataclass
-class Rounded:
-    """A matrix on the lattice: U (A s (2c - (2^b - 1)) + B m + f r), and how far it is from the weights.
+@dataclass(frozen=True, eq=False)
+class Rounded(Matrix):
+    """A matrix on the lattice, and how far it is from the weights.
 
-    codes (c) u8 and residual (r) i16 [rows, cols]; s u8 and m i8 [rows, ceil(cols / 16)]; f u8 [rows, ceil(cols /
-    residual_group)]; row_scale (U) f32, row_a (A) u8, row_b (B) i8 [rows]. draft_error and full_error: root of error
-    energy over weight energy, in the metric of the damped Hessian. note: see Factor.
+    draft_error and full_error: root of error energy over weight energy, in the metric of the damped Hessian.
+    note: see Factor.
     """
 
-    codes: npt.NDArray[np.uint8]
-    s: npt.NDArray[np.uint8]
-    m: npt.NDArray[np.int8]
-    row_scale: npt.NDArray[np.float32]
-    row_a: npt.NDArray[np.uint8]
-    row_b: npt.NDArray[np.int8]
-    residual: npt.NDArray[np.int16]
-    f: npt.NDArray[np.uint8]
     draft_error: float
     full_error: float
     note: str | None
@@ -136,7 +127,7 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
 
 def range_limit(draft_bits: int, residual_bits: int) -> int:
     """Q, the most that |q| may be: 8191 where the residual has 8 bits or 6 on a 4-bit draft (wide), else 2047."""
-    return 8191 if residual_bits == 8 or (draft_bits, residual_bits) == (4, 6) else 2047
+    return Q_WIDE if residual_bits == 8 or (draft_bits, residual_bits) == (4, 6) else Q_NARROW
 
 
 def round_matrix(
@@ -155,7 +146,7 @@ def round_matrix(
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.
     """
-    if draft_bits not in (2, 3, 4) or residual_bits not in (4, 6, 8) or residual_group not in (16, 32):
+    if draft_bits not in DRAFT_BITS or residual_bits not in RESIDUAL_BITS or residual_group not in RESIDUAL_GROUPS:
         raise ValueError(f"no lattice for {draft_bits}+{residual_bits} bits, groups of {residual_group}")
     factor = hessian if isinstance(hessian, Factor) else prepare(hessian, damping)
     array = weight.detach().numpy() if isinstance(weight, torch.Tensor) else weight
@@ -166,41 +157,26 @@ def round_matrix(
     if not np.isfinite(array).all():
         row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
         raise CheckpointError(f"row {row} holds a weight that is not finite")
-    groups, residual_groups = -(-cols // GROUP), -(-cols // residual_group)
-    out = Rounded(
-        codes=np.empty((rows, cols), np.uint8),
-        s=np.empty((rows, groups), np.uint8),
-        m=np.empty((rows, groups), np.int8),
-        row_scale=np.empty(rows, np.float32),
-        row_a=np.empty(rows, np.uint8),
-        row_b=np.empty(rows, np.int8),
-        residual=np.empty((rows, cols), np.int16),
-        f=np.empty((rows, residual_groups), np.uint8),
-        draft_error=0.0,
-        full_error=0.0,
-        note=factor.note,
-    )
+    groups, residual_groups = ceil_div(cols, COLS), ceil_div(cols, residual_group)
+    codes, residual = np.empty((rows, cols), np.uint8), np.empty((rows, cols), np.int16)
+    s, m = np.empty((rows, groups), np.uint8), np.empty((rows, groups), np.int8)
+    f = np.empty((rows, residual_groups), np.uint8)
+    row_scale, row_a, row_b = np.empty(rows, np.float32), np.empty(rows, np.uint8), np.empty(rows, np.int8)
     errors = np.empty((rows, 3), np.float64)
-    keep = [array, factor.energy, errors]
     task = ffi.new("tb_rounding *")
     task.rows, task.cols, task.padded = rows, cols, factor.padded
     task.draft_bits, task.residual_bits, task.residual_group = draft_bits, residual_bits, residual_group
     task.range = range_limit(draft_bits, residual_bits)
-    task.weight = ffi.cast("float *", array.ctypes.data)
+    pointers: dict[str, npt.NDArray[Any]] = {
+        "weight": array, "energy": factor.energy, "codes": codes, "s": s, "m": m, "row_scale": row_scale,
+        "row_a": row_a, "row_b": row_b, "residual": residual, "f": f, "errors": errors,
+    }  # fmt: skip
     if factor.factor is not None:
-        task.factor = ffi.cast("float *", factor.factor.ctypes.data)
+        pointers["factor"] = factor.factor
         task.stride = factor.factor.shape[1]
-    task.energy = ffi.cast("float *", factor.energy.ctypes.data)
-    task.codes = ffi.cast("uint8_t *", out.codes.ctypes.data)
-    task.s = ffi.cast("uint8_t *", out.s.ctypes.data)
-    task.m = ffi.cast("int8_t *", out.m.ctypes.data)
-    task.row_scale = ffi.cast("float *", out.row_scale.ctypes.data)
-    task.row_a = ffi.cast("uint8_t *", out.row_a.ctypes.data)
-    task.row_b = ffi.cast("int8_t *", out.row_b.ctypes.data)
-    task.residual = ffi.cast("int16_t *", out.residual.ctypes.data)
-    task.f = ffi.cast("uint8_t *", out.f.ctypes.data)
-    task.errors = ffi.cast("double *", errors.ctypes.data)
-    level = 0 if os.environ.get("TWOBIT_CPU") == "generic" else 1
+    for name, values in pointers.items():
+        setattr(task, name, ffi.cast("void *", values.ctypes.data))
+    level = 0 if cpu_level() == "generic" else 1
 
     def work(first: int) -> None:
         if lib.tb_round_rows(task, first, min(first + ROWS_PER_TASK, rows), level) != 0:
@@ -208,8 +184,20 @@ def round_matrix(
 
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         list(pool.map(work, range(0, rows, ROWS_PER_TASK)))
-    del keep
-    draft, full, energy = (float(np.add.accumulate(errors[:, i])[-1]) if rows else 0.0 for i in range(3))
-    if energy > 0:
-        out.draft_error, out.full_error = (draft / energy) ** 0.5, (full / energy) ** 0.5
-    return out
+    draft, full, energy = (float(sum(errors[:, i].tolist())) for i in range(3))
+    return Rounded(
+        draft_bits=draft_bits,
+        residual_bits=residual_bits,
+        residual_group=residual_group,
+        codes=codes,
+        s=s,
+        m=m,
+        row_scale=row_scale,
+        row_a=row_a,
+        row_b=row_b,
+        residual=residual,
+        f=f,
+        draft_error=(draft / energy) ** 0.5 if energy > 0 else 0.0,
+        full_error=(full / energy) ** 0.5 if energy > 0 else 0.0,
+        note=factor.note,
+    )
