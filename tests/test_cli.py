@@ -464,8 +464,10 @@ def test_line_end_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    output.table([("name", "n"), ("a longer name", "10"), ("c", "5")])
-    assert capsys.readouterr().out == "name            n\na longer name  10\nc               5\n"
+    output.table([("name", "n", "bytes"), ("a longer name", "10", "5"), ("c", "5", "1,000")])
+    assert capsys.readouterr().out == ("name            n  bytes\na longer name  10      5\nc               5  1,000\n")
+    output.table([("family", "llama"), ("a", "b"), ("title", "")])
+    assert capsys.readouterr().out == "family  llama\na       b\ntitle\n"
 
 
 # -- a process of its own --

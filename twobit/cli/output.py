@@ -56,11 +56,11 @@ def result(data: Any) -> None:
 
 
 def table(rows: Iterable[Sequence[str]]) -> None:
-    """Rows of cells to stdout, columns aligned; the first left, the others right."""
+    """Rows of cells to stdout, columns aligned: of two columns both left, of more all but the first right."""
     cells = [list(row) for row in rows]
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(max(map(len, cells)))]
     for row in cells:
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))
+        rest = (c.rjust(w) if len(widths) > 2 else c for c, w in zip(row[1:], widths[1:], strict=False))
         line("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
 
 
