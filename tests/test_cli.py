@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -468,6 +469,65 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ("name            n  bytes\na longer name  10      5\nc               5  1,000\n")
     output.table([("family", "llama"), ("a", "b"), ("title", "")])
     assert capsys.readouterr().out == "family  llama\na       b\ntitle\n"
+
+
+# -- a real model, tiny --
+
+
+@pytest.fixture(scope="module")
+def packed() -> Path:
+    """A twobit model of a tiny random checkpoint."""
+    from packed import packed_model
+
+    return packed_model("llama")
+
+
+def test_info(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(packed), "--check", "--json"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    config = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert data["build_id"] == config["build_id"] and data["recipe"] == config["recipe"]
+    assert (data["format_version"], data["family"], data["checked"]) == (1, "llama", True)
+    assert data["draft_bytes"] + data["residual_bytes"] == sum(group["bytes"] for group in data["tensors"])
+    assert set(data["files"]) == {path.name for path in packed.glob("*.safetensors")}
+    layers = {group["name"]: group for group in data["tensors"]}
+    assert layers["model.layers.*.mlp.down_proj"]["count"] == 3
+    assert layers["model.layers.*.mlp.down_proj"]["bits"] == "2+6 narrow"
+
+    assert main(["info", str(packed)]) == 0
+    out = capfd.readouterr().out
+    for text in (config["build_id"], "bits per weight", "2+6 narrow", "recipe", *data["files"]):
+        assert text in out
+
+
+def test_info_finds_damage(packed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    (shard,) = copy.glob("twobit-residual-*")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    assert main(["info", str(copy), "--check"]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == "" and "checksum" in captured.err
+
+
+def test_run_with_and_without_drafting(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcomes = []
+    for args in ([], ["--no-draft"], ["--draft-max", "3", "-t", "2"]):
+        assert main(["run", str(packed), "hello there", "--raw", "-n", "40", "--json", "--top-k", "20", *args]) == 0
+        data = json.loads(capfd.readouterr().out)
+        outcomes.append((data["text"], data["token_ids"], data["finish_reason"]))
+        assert data["speculation"]["drafted"] == 0 or "--no-draft" not in args
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert len(outcomes[0][1]) == 40
+
+
+def test_seeds_differ(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for seed in ("1", "2"):
+        assert main(["run", str(packed), "hello", "--raw", "-n", "20", "--top-k", "50", "--seed", seed]) == 0
+        texts.add(capfd.readouterr().out)
+    assert len(texts) == 2
 
 
 # -- a process of its own --
