@@ -4,7 +4,9 @@
  *   bench_kernels time [ROWS COLS [b R GROUP]]        one matrix of every m, op and thread count, interleaved, medians
  *
  * Matrices lie in rotation over more memory than the caches hold. The bandwidth probe reads the same memory, with the
- * best of 1, 2 and 4 prefetched streams; the multiply probe is vpmaddwd + vpaddd on registers. */
+ * best of 1, 2 and 4 prefetched streams; the multiply probe is vpmaddwd + vpaddd on registers. A sample is about a
+ * millisecond of wall-clock time (of as many rows as fit), and counts only if no thread lost its processor meanwhile,
+ * so that figures mean something on a busy machine too. */
 #define _GNU_SOURCE
 #include "kernels.h"
 
@@ -14,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -308,6 +311,7 @@ typedef struct job {
 
 static job current;
 static atomic_int generation, finished, quit;
+static long switches[2];            /* how often a thread has lost its processor */
 static void *scratches[2];
 static volatile uint64_t sink;
 
@@ -322,6 +326,13 @@ static uint64_t read_streams(const uint8_t *p, size_t n, int streams)
             sum += (at[0] ^ at[1]) + (at[2] ^ at[3]) + (at[4] ^ at[5]) + (at[6] ^ at[7]);
         }
     return sum;
+}
+
+static void count_switches(int thread)
+{
+    struct rusage u;
+    if (!getrusage(RUSAGE_THREAD, &u))
+        switches[thread] = u.ru_nivcsw;
 }
 
 static void work(int thread)
@@ -353,6 +364,7 @@ static void *helper(void *unused)
                 PAUSE();
         seen++;
         work(1);
+        count_switches(1);
         atomic_store_explicit(&finished, seen, memory_order_release);
     }
 }
@@ -385,26 +397,56 @@ static double quantile(double *v, int n, double q)
 #if defined(__x86_64__) || defined(_M_X64)
 __attribute__((target("avx2"))) static double multiply_probe(void)
 {
-    __m256i acc[8], x = _mm256_set1_epi16(3);
+    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a, e = a, f = a, g = a, h = a, x = _mm256_set1_epi16(3);
     const int n = 40000;
-    for (int i = 0; i < 8; i++)
-        acc[i] = _mm256_set1_epi32(i);
     const double t = now();
-    for (int k = 0; k < n; k++)
-        for (int i = 0; i < 8; i++) {
-            acc[i] = _mm256_add_epi32(acc[i], _mm256_madd_epi16(x, x));
-            __asm__ volatile("" : "+x"(acc[i]), "+x"(x));
-        }
+    for (int k = 0; k < n; k++) {
+#define STEP(acc) acc = _mm256_add_epi32(acc, _mm256_madd_epi16(x, x)); __asm__ volatile("" : "+x"(acc), "+x"(x))
+        STEP(a); STEP(b); STEP(c); STEP(d); STEP(e); STEP(f); STEP(g); STEP(h);
+#undef STEP
+    }
     const double s = now() - t;
-    for (int i = 0; i < 8; i++)
-        sink = (uint64_t)_mm256_extract_epi64(acc[i], 0);
+    a = _mm256_add_epi32(_mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)),
+                         _mm256_add_epi32(_mm256_add_epi32(e, f), _mm256_add_epi32(g, h)));
+    sink = (uint64_t)_mm256_extract_epi64(a, 0);
     return 16.0 * 8 * n / s * 1e-9;
 }
 #else
 static double multiply_probe(void) { return 0; }
 #endif
 
-enum { ROUNDS = 41, MS = 6 };
+enum { ROUNDS = 40, MS = 6 };
+
+typedef struct samples { double seconds[ROUNDS]; int n; } samples;
+
+/* Runs the current job over `repeats` copies of its matrix; the time counts if no thread lost its processor. */
+static void sample(samples *s, int repeats, void (*next_copy)(void))
+{
+    count_switches(0);
+    const long before[2] = { switches[0], switches[1] };
+    const double t = now();
+    for (int c = 0; c < repeats; c++) {
+        if (next_copy)
+            next_copy();
+        run_current();
+    }
+    const double seconds = (now() - t) / repeats;
+    count_switches(0);
+    if (switches[0] == before[0] && (current.threads == 1 || switches[1] == before[1]))
+        s->seconds[s->n++] = seconds;
+}
+
+static struct { planes size; const uint8_t *plane[4]; size_t n, at; } copies;
+
+static void next_copy(void)
+{
+    tb_matrix *w = &current.w;
+    copies.at = (copies.at + 1) % copies.n;
+    w->draft_codes = copies.plane[0] + copies.at * copies.size.draft_codes;
+    w->draft_scales = copies.plane[1] + copies.at * copies.size.draft_scales;
+    w->residual_codes = copies.plane[2] + copies.at * copies.size.residual_codes;
+    w->residual_scales = copies.plane[3] + copies.at * copies.size.residual_scales;
+}
 
 static int timing(int32_t rows, int32_t cols, int b, int r, int group)
 {
@@ -414,11 +456,9 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
                     .wide = (b == 2 && r == 8) || (b == 3 && r == 8) || (b == 4 && r > 4) };
     const planes n = plane_sizes(&w);
     const size_t draft = n.draft_codes + n.draft_scales, full = draft + n.residual_codes + n.residual_scales;
-    const size_t total = (size_t)256 << 20, copies = total / draft, padded = (size_t)(rows + 15) / 16 * 16;
-    uint8_t *codes = take(copies * n.draft_codes), *scales = take(copies * n.draft_scales);
-    uint8_t *fine = take(copies * n.residual_codes), *factors = take(copies * n.residual_scales);
-    uint8_t *all[] = { codes, scales, fine, factors };
-    const size_t sizes[] = { copies * n.draft_codes, copies * n.draft_scales, copies * n.residual_codes, copies * n.residual_scales };
+    const size_t count = ((size_t)256 << 20) / draft, padded = (size_t)(rows + 15) / 16 * 16;
+    const size_t sizes[] = { count * n.draft_codes, count * n.draft_scales, count * n.residual_codes, count * n.residual_scales };
+    uint8_t *all[] = { take(sizes[0]), take(sizes[1]), take(sizes[2]), take(sizes[3]) };
     if (!k) {
         fprintf(stderr, "%s\n", tb_cpu_error());
         return 1;
@@ -429,6 +469,10 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
         for (size_t i = 65536; i < sizes[p]; i += 65536)
             memcpy(all[p] + i, all[p], sizes[p] - i < 65536 ? sizes[p] - i : 65536);
     }
+    copies.size = n;
+    copies.n = count;
+    for (int p = 0; p < 4; p++)
+        copies.plane[p] = all[p];
     uint8_t *a = take(padded);
     int8_t *centre = take(padded);
     float *u = take(padded * 4), *x = take(64 * (size_t)cols * 4), *y = take(64 * (size_t)rows * 4);
@@ -445,9 +489,10 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
     for (int t = 0; t < 2; t++)
         scratches[t] = take(tb_kernel_scratch_bytes(cols));
     printf("%s, %dx%d, %d+%d, group %d: draft %.2f MB (%.3f bits), both %.2f MB (%.3f bits); %zu copies\n", k->name, rows, cols, b, r, group,
-           (double)draft * 1e-6, 8 * (double)draft / rows / cols, (double)full * 1e-6, 8 * (double)full / rows / cols, copies);
+           (double)draft * 1e-6, 8 * (double)draft / rows / cols, (double)full * 1e-6, 8 * (double)full / rows / cols, count);
 
-    static double t_op[2][2][MS][ROUNDS], t_probe[2][3][ROUNDS], peak[ROUNDS];
+    static samples t_op[2][2][MS], t_probe[2][3];
+    static double peak[ROUNDS], part[2][2][MS];
     tb_act acts[2][MS];
     pthread_t thread;
     for (int op = 0; op < 2; op++)
@@ -459,64 +504,62 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
         }
     if (pthread_create(&thread, NULL, helper, NULL))
         return 1;
-    size_t at = 0, probe_at = 0;
+    const size_t piece = (size_t)12 << 20;
+    size_t probe_at = 0;
     for (int round = 0; round < ROUNDS; round++) {
         peak[round] = multiply_probe();
         for (int threads = 1; threads <= 2; threads++) {
+            current.threads = threads;
             for (int s = 0; s < 3; s++) {
-                const size_t piece = (size_t)12 << 20;
                 current.kernels = NULL;
-                current.threads = threads;
                 current.streams = 1 << s;
-                current.memory = fine + probe_at;
+                current.memory = all[2] + probe_at;
                 current.bytes = piece;
                 probe_at = probe_at + 2 * piece > sizes[2] ? 0 : probe_at + piece;
-                const double t = now();
-                run_current();
-                t_probe[threads - 1][s][round] = (double)piece / (now() - t) * 1e-9;
+                sample(&t_probe[threads - 1][s], 1, NULL);
             }
             for (int op = 0; op < 2; op++)
                 for (int i = 0; i < MS; i++) {
-                    /* about 10 MB of one-token work, less where tokens make it longer */
-                    int repeats = (int)(10e6 / (double)(op ? full : draft) / (ms[i] > 4 ? ms[i] / 4 : 1)) + 1;
+                    const double bytes = (double)(op ? full : draft), macs = (double)ms[i] * rows * cols;
+                    const double about = fmax(bytes / 14e9, macs / (op ? 60e9 : 120e9)) / threads;
+                    double *share = &part[threads - 1][op][i];
+                    *share = about > 2e-3 ? ceil((rows + 15) / 16 * 2e-3 / about) * 16 / rows : 1;
                     current.kernels = k;
-                    current.threads = threads;
                     current.op = op;
                     current.m = ms[i];
                     current.a = acts[op][i];
                     current.y = y;
-                    const double t = now();
-                    for (int c = 0; c < repeats; c++) {
-                        at = (at + 1) % copies;
-                        w.draft_codes = codes + at * n.draft_codes;
-                        w.draft_scales = scales + at * n.draft_scales;
-                        w.residual_codes = fine + at * n.residual_codes;
-                        w.residual_scales = factors + at * n.residual_scales;
-                        current.w = w;
-                        run_current();
-                    }
-                    t_op[threads - 1][op][i][round] = (now() - t) / repeats;
+                    current.w = w;
+                    current.w.rows = (int32_t)(rows * *share + 0.5);
+                    sample(&t_op[threads - 1][op][i], about > 7e-4 ? 1 : (int)(1e-3 / about) + 1, next_copy);
                 }
         }
     }
     atomic_store(&quit, 1);
     pthread_join(thread, NULL);
 
-    const double gmac = quantile(peak, ROUNDS, 0.5);
+    const double gmac = quantile(peak, ROUNDS, 0.9);
     for (int threads = 1; threads <= 2; threads++) {
         double probe = 0;
-        for (int s = 0; s < 3; s++)
-            probe = fmax(probe, quantile(t_probe[threads - 1][s], ROUNDS, 0.5));
+        for (int s = 0; s < 3; s++) {
+            samples *t = &t_probe[threads - 1][s];
+            if (t->n)
+                probe = fmax(probe, (double)piece / quantile(t->seconds, t->n, 0.5) * 1e-9);
+        }
         printf("\n%d thread%s: probe %.1f GB/s, multiply %.0f GMAC/s\n", threads, threads > 1 ? "s" : "", probe, gmac * threads);
-        printf("%-8s %4s %10s %10s %8s %8s %8s %8s\n", "op", "m", "ms", "ms p10", "x m=1", "GB/s", "of probe", "GMAC/s");
+        printf("%-8s %4s %10s %10s %8s %8s %8s %8s %8s\n", "op", "m", "ms", "ms p10", "x m=1", "GB/s", "of probe", "GMAC/s", "samples");
         for (int op = 0; op < 2; op++) {
             double one = 0;
             for (int i = 0; i < MS; i++) {
-                const double s = quantile(t_op[threads - 1][op][i], ROUNDS, 0.5), best = quantile(t_op[threads - 1][op][i], ROUNDS, 0.1);
+                samples *t = &t_op[threads - 1][op][i];
+                if (!t->n)
+                    continue;
+                const double by = 1 / part[threads - 1][op][i];
+                const double s = by * quantile(t->seconds, t->n, 0.5), best = by * quantile(t->seconds, t->n, 0.1);
                 const double gbs = (double)(op ? full : draft) / s * 1e-9;
                 one = i ? one : s;
-                printf("%-8s %4d %10.4f %10.4f %8.2f %8.1f %7.0f%% %8.1f\n", op ? "verify" : "draft", ms[i], s * 1e3, best * 1e3, s / one, gbs,
-                       100 * gbs / probe, (double)ms[i] * rows * cols / s * 1e-9);
+                printf("%-8s %4d %10.4f %10.4f %8.2f %8.1f %7.0f%% %8.1f %8d\n", op ? "verify" : "draft", ms[i], s * 1e3, best * 1e3, s / one, gbs,
+                       100 * gbs / probe, (double)ms[i] * rows * cols / s * 1e-9, t->n);
             }
         }
     }

@@ -19,6 +19,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define KEEP(v) __asm__("" : "+x"(v))
+#define AGAIN(p) __asm__("" : "+r"(p))    /* what is read from p is read again, not kept on the stack */
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
 
 enum { CHUNK = 128 };    /* tokens per rebuild of the weights */
 
@@ -42,47 +48,39 @@ INLINE __m256i mac(__m256i acc, __m256i a, __m256i b)
     return acc;
 }
 
-/* Half `h` of the unit at p: v[j] holds, per row, the bytes of columns 4 j .. 4 j + 3 (layout: kernels_generic.c). */
-INLINE void unpack(int bits, const uint8_t *p, int h, __m256i v[4])
+/* Half `h` of the unit at p: per row, the bytes of columns 4 j .. 4 j + 3 (layout: kernels_generic.c). */
+INLINE __m256i field(int bits, const uint8_t *p, int h, int j)
 {
-    if (bits == 8) {
-        for (int j = 0; j < 4; j++)
-            v[j] = load(p + 64 * j + 32 * h);
-    } else if (bits == 6) {
-        const __m256i x = load(p + 32 * h), y = load(p + 64 + 32 * h), z = load(p + 128 + 32 * h), low = bytes(63);
-        v[0] = _mm256_and_si256(x, low);
-        v[1] = _mm256_and_si256(y, low);
-        v[2] = _mm256_and_si256(z, low);
-        v[3] = _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(x, 6), bytes(0x03)),
-                                               _mm256_and_si256(_mm256_srli_epi16(y, 4), bytes(0x0c))),
-                               _mm256_and_si256(_mm256_srli_epi16(z, 2), bytes(0x30)));
-    } else if (bits == 4) {
-        for (int l = 0; l < 2; l++) {
-            const __m256i x = load(p + 64 * l + 32 * h);
-            v[2 * l] = _mm256_and_si256(x, bytes(15));
-            v[2 * l + 1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), bytes(15));
-        }
-    } else {
-        const __m256i x = load(p + 32 * h), low = bytes(3);
-        v[0] = _mm256_and_si256(x, low);
-        v[1] = _mm256_and_si256(_mm256_srli_epi16(x, 2), low);
-        v[2] = _mm256_and_si256(_mm256_srli_epi16(x, 4), low);
-        v[3] = _mm256_and_si256(_mm256_srli_epi16(x, 6), low);
-        if (bits == 3) {
-            /* a dword gets its row's u16 twice over; nibble j of that is tested bit by bit */
-            const __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + 64 + 16 * h)));
-            const __m256i row = _mm256_setr_epi8(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6,
-                                                 8, 8, 8, 8, 10, 10, 10, 10, 12, 12, 12, 12, 14, 14, 14, 14);
-            for (int j = 0; j < 4; j++) {
-                const __m256i bit = _mm256_set1_epi32(j % 2 ? (int32_t)0x80402010u : 0x08040201);
-                const __m256i x8 = _mm256_shuffle_epi8(high, _mm256_add_epi8(row, bytes(j / 2)));
-                v[j] = _mm256_or_si256(v[j], _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(x8, bit), bit), bytes(4)));
-            }
-        }
+    const uint8_t *at = p + 32 * h;
+    if (bits == 8)
+        return load(at + 64 * j);
+    if (bits == 6 && j < 3)
+        return _mm256_and_si256(load(at + 64 * j), bytes(63));
+    if (bits == 6) {
+        const __m256i x = _mm256_and_si256(_mm256_srli_epi16(load(at), 6), bytes(0x03));
+        const __m256i y = _mm256_and_si256(_mm256_srli_epi16(load(at + 64), 4), bytes(0x0c));
+        const __m256i z = _mm256_and_si256(_mm256_srli_epi16(load(at + 128), 2), bytes(0x30));
+        return _mm256_or_si256(_mm256_or_si256(x, y), z);
     }
+    if (bits == 4)
+        return _mm256_and_si256(_mm256_srli_epi16(load(at + 64 * (j / 2)), 4 * (j % 2)), bytes(15));
+    __m256i v = load(at);
+    if (j)
+        v = _mm256_srli_epi16(v, 2 * j);
+    v = _mm256_and_si256(v, bytes(3));
+    if (bits == 3) {
+        /* a dword gets the byte of its row's u16 that holds nibble j, four times; bit b is tested in byte b */
+        const __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(p + 64 + 16 * h)));
+        const __m256i row = _mm256_setr_epi8(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6,
+                                             8, 8, 8, 8, 10, 10, 10, 10, 12, 12, 12, 12, 14, 14, 14, 14);
+        const __m256i bit = _mm256_set1_epi32(j % 2 ? (int32_t)0x80402010u : 0x08040201);
+        const __m256i x = _mm256_and_si256(_mm256_shuffle_epi8(high, _mm256_add_epi8(row, bytes(j / 2))), bit);
+        v = _mm256_or_si256(v, _mm256_and_si256(_mm256_cmpeq_epi8(x, bit), bytes(4)));
+    }
+    return v;
 }
 
-/* Per-row constants of 8 rows, as pairs of equal words: 2 A, (2^b - 1) A, B. */
+/* Constants of 8 rows, as pairs of equal words: 2 A, (2^b - 1) A, B. */
 typedef struct rows { __m256i a2, an, b; } rows;
 
 INLINE __m256i pairs(__m256i dwords)
@@ -146,7 +144,7 @@ INLINE __m256i of_unit(const __m256i v[2], int u)
  *
  * A record (one token, one group), `sums` at 2 * group:
  *   ACT8          int8 [group] in column order; sums: per quad, words X0 X2 X1 X3, the sums of x over its units
- *   ACT16, m = 1  int8 xl [group], int8 xh [group], x = 128 xh + xl; sums: per quad Xl0 Xl2 Xl1 Xl3 Xh0 Xh2 Xh1 Xh3
+ *   ACT16, m = 1  per unit int8 xl [16], xh [16], x = 128 xh + xl; sums: per quad Xl0 Xl2 Xl1 Xl3 Xh0 Xh2 Xh1 Xh3
  *   ACT16, m > 1  int16 [group], each four columns in the order 0 2 1 3 (even and odd bytes of the codes) */
 
 INLINE __m128i unit_sums(const int16_t *x)
@@ -182,9 +180,8 @@ static void finish_record(const tb_act *a, const int16_t *x, uint8_t *record)
             store(part[0] + k, xl);
             store(part[1] + k, _mm256_srai_epi16(_mm256_sub_epi16(v, xl), 7));
         }
-        for (int p = 0; p < 2; p++)
-            for (int32_t k = 0; k < a->group; k += 32)
-                store_bytes((int8_t *)record + p * a->group + k, load(part[p] + k), load(part[p] + k + 16));
+        for (int32_t k = 0; k < a->group; k += 16)
+            store_bytes((int8_t *)record + 2 * k, load(part[0] + k), load(part[1] + k));
         for (int32_t k = 0; k < a->group; k += 64, sums += 16) {
             _mm_storel_epi64((void *)sums, unit_sums(part[0] + k));
             _mm_storel_epi64((void *)(sums + 8), unit_sums(part[1] + k));
@@ -288,23 +285,63 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 /* ---- draft ---- */
 
-INLINE __m256i dot_bytes(const __m256i c[4], const uint8_t *x)
+/* sum (+)= c x for four columns, as int16 pairs; j == 0 starts a sum. */
+INLINE void mac_bytes(__m256i *sum, __m256i c, __m256i x, int j)
 {
-    const __m256i p0 = _mm256_maddubs_epi16(c[0], broadcast(x)), p1 = _mm256_maddubs_epi16(c[1], broadcast(x + 4));
-    const __m256i p2 = _mm256_maddubs_epi16(c[2], broadcast(x + 8)), p3 = _mm256_maddubs_epi16(c[3], broadcast(x + 12));
-    return _mm256_add_epi16(_mm256_add_epi16(p0, p1), _mm256_add_epi16(p2, p3));
+    const __m256i p = _mm256_maddubs_epi16(c, x);
+    *sum = j ? _mm256_add_epi16(*sum, p) : p;
+    KEEP(*sum);
+}
+
+/* One token and quad; both halves of a unit share the activations. */
+INLINE void draft_one(int bits, const uint8_t *codes, const uint8_t *record, const rows r[2], int units,
+                      const uint8_t *x, const uint8_t *sums_at, __m256i acc[2])
+{
+    const quad q[2] = { draft_quad(record, 0, &r[0]), draft_quad(record, 1, &r[1]) };
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        if (u >= units)
+            break;
+        __m256i sum[2];
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+            __m256i v = broadcast(x + 16 * u + 4 * j);
+            KEEP(v);
+            mac_bytes(&sum[0], field(bits, codes + 32 * bits * u, 0, j), v, j);
+            mac_bytes(&sum[1], field(bits, codes + 32 * bits * u, 1, j), v, j);
+        }
+        for (int h = 0; h < 2; h++)
+            acc[h] = mac(acc[h], sum[h], of_unit(q[h].step, u));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m256i v = broadcast(sums_at + 4 * i);
+        acc[0] = mac(acc[0], q[0].k[i], v);
+        acc[1] = mac(acc[1], q[1].k[i], v);
+    }
 }
 
 INLINE void draft_half(int bits, int tokens, const uint8_t *codes, const uint8_t *record, const rows *r, int h, int units,
                        const uint8_t *x, const uint8_t *sums_at, ptrdiff_t ldr, __m256i acc[4])
 {
     const quad q = draft_quad(record, h, r);
-    for (int u = 0; u < units; u++) {
+    AGAIN(x);
+    AGAIN(sums_at);
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        if (u >= units)
+            break;
         __m256i c[4];
-        unpack(bits, codes + 32 * bits * u, h, c);
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            c[j] = field(bits, codes + 32 * bits * u, h, j);
         const __m256i step = of_unit(q.step, u);
-        for (int t = 0; t < tokens; t++)
-            acc[t] = mac(acc[t], dot_bytes(c, x + t * ldr + 16 * u), step);
+        for (int t = 0; t < tokens; t++) {
+            __m256i sum;
+            UNROLL
+            for (int j = 0; j < 4; j++)
+                mac_bytes(&sum, c[j], broadcast(x + t * ldr + 16 * u + 4 * j), j);
+            acc[t] = mac(acc[t], sum, step);
+        }
     }
     for (int t = 0; t < tokens; t++) {
         acc[t] = mac(acc[t], q.k[0], broadcast(sums_at + t * ldr));
@@ -322,14 +359,19 @@ INLINE void draft_block(const tb_matrix *w, const tb_act *a, int bits, int token
     for (int32_t g = 0; g < a->groups; g++) {
         const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
         const uint8_t *x = a->data + at * (size_t)a->record, *sums_at = x + 2 * a->group;
-        __m256i dot[2][4];
+        __m256i dot[2][4], one[2];
+        one[0] = one[1] = _mm256_setzero_si256();
         for (int t = 0; t < tokens; t++)
-            dot[0][t] = dot[1][t] = _mm256_setzero_si256();
+            dot[0][t] = dot[1][t] = one[0];
         for (int left = smaller(8, p.units - 8 * g); left > 0; left -= 4) {
             for (int i = 0; i < 2 * bits; i++)
                 _mm_prefetch((const char *)p.codes + 2048 + 64 * i, _MM_HINT_T0);
             _mm_prefetch((const char *)p.scales + 1024, _MM_HINT_T0);
-            for (int h = 0; h < 2; h++)
+            if (tokens == 1 && left >= 4)
+                draft_one(bits, p.codes, p.scales, r, 4, x, sums_at, one);
+            else if (tokens == 1)
+                draft_one(bits, p.codes, p.scales, r, left, x, sums_at, one);
+            for (int h = 0; h < 2 && tokens > 1; h++)
                 if (left >= 4)
                     draft_half(bits, tokens, p.codes, p.scales, &r[h], h, 4, x, sums_at, a->record, dot[h]);
                 else
@@ -341,7 +383,7 @@ INLINE void draft_block(const tb_matrix *w, const tb_act *a, int bits, int token
         }
         for (int t = 0; t < tokens; t++)
             for (int h = 0; h < 2; h++)
-                acc[t].lane[h] = add_group(acc[t].lane[h], dot[h][t], a->scale[at + (size_t)t]);
+                acc[t].lane[h] = add_group(acc[t].lane[h], tokens == 1 ? one[h] : dot[h][t], a->scale[at + (size_t)t]);
     }
     for (int t = 0; t < tokens; t++)
         store_block(w, block, &acc[t], y + (t0 + t) * ldy);
@@ -362,31 +404,47 @@ INLINE void draft(const tb_matrix *w, const tb_act *a, int bits, float *y, ptrdi
 /* ---- verify, one token ---- */
 
 INLINE void verify_half(int bits, int rbits, const place *p, int group, const rows *r, int h, int units,
-                        const uint8_t *x, int32_t high, const uint8_t *sums_at, __m256i *lo, __m256i *hi)
+                        const uint8_t *x, const uint8_t *sums_at, __m256i acc[2])
 {
+    __m256i lo = acc[0], hi = acc[1];
     const quad q = verify_quad(p->scales, p->factors, group, rbits, h, r);
-    for (int u = 0; u < units; u++) {
-        __m256i v[4];
-        const uint8_t *xl = x + 16 * u, *xh = xl + high;
-        unpack(bits, p->codes + 32 * bits * u, h, v);
+    AGAIN(sums_at);
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        if (u >= units)
+            break;
+        __m256i sum[4];
         const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u);
-        *lo = mac(*lo, dot_bytes(v, xl), step);
-        *hi = mac(*hi, dot_bytes(v, xh), step);
-        unpack(rbits, p->residual + 32 * rbits * u, h, v);
-        if (rbits < 8) {
-            *lo = mac(*lo, dot_bytes(v, xl), f);
-            *hi = mac(*hi, dot_bytes(v, xh), f);
-        } else {    /* only the sum of two products of 8-bit codes fits int16 */
-            for (int j = 0; j < 4; j++) {
-                *lo = mac(*lo, _mm256_maddubs_epi16(v[j], broadcast(xl + 4 * j)), f);
-                *hi = mac(*hi, _mm256_maddubs_epi16(v[j], broadcast(xh + 4 * j)), f);
+        AGAIN(x);
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+            __m256i xl = broadcast(x + 32 * u + 4 * j), xh = broadcast(x + 32 * u + 16 + 4 * j);
+            KEEP(xl);
+            KEEP(xh);
+            const __m256i c = field(bits, p->codes + 32 * bits * u, h, j), v = field(rbits, p->residual + 32 * rbits * u, h, j);
+            mac_bytes(&sum[0], c, xl, j);
+            mac_bytes(&sum[1], c, xh, j);
+            if (rbits < 8) {
+                mac_bytes(&sum[2], v, xl, j);
+                mac_bytes(&sum[3], v, xh, j);
+            } else {    /* only the sum of two products of 8-bit codes fits int16 */
+                lo = mac(lo, _mm256_maddubs_epi16(v, xl), f);
+                hi = mac(hi, _mm256_maddubs_epi16(v, xh), f);
             }
+        }
+        lo = mac(lo, sum[0], step);
+        hi = mac(hi, sum[1], step);
+        if (rbits < 8) {
+            lo = mac(lo, sum[2], f);
+            hi = mac(hi, sum[3], f);
         }
     }
     for (int i = 0; i < 2; i++) {
-        *lo = mac(*lo, q.k[i], broadcast(sums_at + 4 * i));
-        *hi = mac(*hi, q.k[i], broadcast(sums_at + 8 + 4 * i));
+        lo = mac(lo, q.k[i], broadcast(sums_at + 4 * i));
+        hi = mac(hi, q.k[i], broadcast(sums_at + 8 + 4 * i));
     }
+    acc[0] = lo;
+    acc[1] = hi;
 }
 
 INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits, int wide, float *y, int32_t b0, int32_t b1)
@@ -398,30 +456,26 @@ INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits,
         sums acc = { { _mm256_setzero_ps(), _mm256_setzero_ps() } };
         for (int32_t g = 0; g < a->groups; g++) {
             const uint8_t *x = a->data + g * a->record, *sums_at = x + 2 * columns;
-            __m256i lo[2], hi[2];
-            lo[0] = lo[1] = hi[0] = hi[1] = _mm256_setzero_si256();
+            __m256i dot[2][2];
+            dot[0][0] = dot[0][1] = dot[1][0] = dot[1][1] = _mm256_setzero_si256();
             for (int left = smaller(columns / 16, p.units - columns / 16 * g); left > 0; left -= 4) {
-                for (int i = 0; i < 2 * bits; i++)
-                    _mm_prefetch((const char *)p.codes + 1024 + 64 * i, _MM_HINT_T0);
                 for (int i = 0; i < 2 * rbits; i++)
                     _mm_prefetch((const char *)p.residual + 3072 + 64 * i, _MM_HINT_T0);
-                _mm_prefetch((const char *)p.scales + 512, _MM_HINT_T0);
-                _mm_prefetch((const char *)p.factors + 256, _MM_HINT_T0);
                 for (int h = 0; h < 2; h++)
                     if (left >= 4)
-                        verify_half(bits, rbits, &p, group, &r[h], h, 4, x, columns, sums_at, &lo[h], &hi[h]);
+                        verify_half(bits, rbits, &p, group, &r[h], h, 4, x, sums_at, dot[h]);
                     else
-                        verify_half(bits, rbits, &p, group, &r[h], h, left, x, columns, sums_at, &lo[h], &hi[h]);
+                        verify_half(bits, rbits, &p, group, &r[h], h, left, x, sums_at, dot[h]);
                 p.codes += 128 * bits;
                 p.residual += 128 * rbits;
                 p.scales += 64;
                 p.factors += group == 32 ? 16 : 32;
-                x += 64;
+                x += 128;
                 sums_at += 16;
             }
             for (int h = 0; h < 2; h++) {
-                const __m256i dot = _mm256_add_epi32(lo[h], _mm256_slli_epi32(hi[h], 7));
-                acc.lane[h] = add_group(acc.lane[h], dot, a->scale[g]);
+                const __m256i sum = _mm256_add_epi32(dot[h][0], _mm256_slli_epi32(dot[h][1], 7));
+                acc.lane[h] = add_group(acc.lane[h], sum, a->scale[g]);
             }
         }
         store_block(w, b, &acc, y);
@@ -438,20 +492,20 @@ INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], i
         const int n = smaller(units, 4);
         for (int h = 0; h < 2; h++) {
             const quad q = verify_quad(p->scales, p->factors, group, rbits, h, &r[h]);
+            UNROLL
             for (int u = 0; u < 4; u++) {
                 if (u >= n)
                     break;
-                __m256i c[4], v[4];
                 const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u), k = of_unit(q.k, u);
                 const __m256i f0 = _mm256_and_si256(f, even), f1 = _mm256_slli_epi16(f, 8);
-                unpack(bits, p->codes + 32 * bits * u, h, c);
-                unpack(rbits, p->residual + 32 * rbits * u, h, v);
+                UNROLL
                 for (int j = 0; j < 4; j++) {
-                    const __m256i q0 = _mm256_mullo_epi16(_mm256_and_si256(c[j], even), step);
-                    const __m256i q1 = _mm256_mullo_epi16(_mm256_srli_epi16(c[j], 8), step);
+                    const __m256i c = field(bits, p->codes + 32 * bits * u, h, j), v = field(rbits, p->residual + 32 * rbits * u, h, j);
+                    const __m256i q0 = _mm256_mullo_epi16(_mm256_and_si256(c, even), step);
+                    const __m256i q1 = _mm256_mullo_epi16(_mm256_srli_epi16(c, 8), step);
                     int16_t *at = out + 256 * u + 64 * j + 16 * h;
-                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v[j], f0)));
-                    store(at + 32, _mm256_add_epi16(_mm256_add_epi16(q1, k), _mm256_maddubs_epi16(v[j], f1)));
+                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v, f0)));
+                    store(at + 32, _mm256_add_epi16(_mm256_add_epi16(q1, k), _mm256_maddubs_epi16(v, f1)));
                 }
             }
         }
@@ -472,6 +526,7 @@ INLINE void multiply_tile(int tokens, const int16_t *q, int units, const uint8_t
     for (int t = 0; t < tokens; t++)
         dot[t][0] = dot[t][1] = _mm256_setzero_si256();
     for (int u = 0; u < units; u++)
+        UNROLL
         for (int s = 0; s < 8; s++) {
             __m256i q0 = load(q + 256 * u + 32 * s), q1 = load(q + 256 * u + 32 * s + 16);
             KEEP(q0);

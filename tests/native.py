@@ -1,6 +1,6 @@
-"""Builds parts of csrc/ into a shared library of their own and opens it with cffi (ABI mode).
+"""Builds parts of csrc/ into a shared library of their own and opens it with cffi.
 
-So the tests of these parts need a C compiler only, not the installed extension, and can reach what the extension does not export.
+So the tests of these parts need a C compiler only, not the installed extension, and reach what the extension hides.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import platform
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cffi
+import pytest
 
 CSRC = Path(__file__).parent.parent / "csrc"
-FLAGS = "-std=c11 -O3 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -ffp-contract=off -fPIC".split()
-AVX2 = "-mavx2 -mfma -mf16c".split()
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
+FLAGS = ["-std=c11", "-O3", *WARNINGS, "-ffp-contract=off", "-fPIC"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 
 # Stands in for the kernels' choice of a level, and says which levels this processor runs.
 SHIM = """
@@ -48,7 +51,7 @@ void map(float (*f)(float), float *out, const float *x, int32_t n);
 
 
 def declarations(header: str) -> str:
-    """What cffi can read of a header: no preprocessor lines, no tables, and only the part between cdef marks if there are any."""
+    """What cffi can read of a header: only the part between cdef marks, else all but preprocessor lines and tables."""
     text = (CSRC / header).read_text()
     if "/* cdef-begin */" in text:
         text = text.split("/* cdef-begin */")[1].split("/* cdef-end */")[0]
@@ -61,21 +64,44 @@ def compile_c(compiler: str, output: Path, sources: list[Path], flags: list[str]
     assert done.returncode == 0, done.stderr
 
 
+def sanitizer(folder: Path, names: str) -> list[str]:
+    """Flags for these sanitizers; skips the test where the compiler lacks their runtime."""
+    flags = ["-g", f"-fsanitize={names}", "-fno-sanitize-recover"]
+    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
+    command = ["cc", *flags, str(folder / "empty.c"), "-o", str(folder / "empty")]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip(f"cc has no runtime for -fsanitize={names}")
+    return flags
+
+
+def run(program: Path, *arguments: str) -> None:
+    """Runs a test program that prints ok."""
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def compile_ops(folder: Path, output: Path, sources: list[Path], flags: list[str], linked: list[str]) -> None:
+    """Operations, scalar functions and sampler with the stand-in for the kernels and the given sources."""
+    (folder / "shim.c").write_text(SHIM)
+    plain = [CSRC / name for name in ("ops.c", "scalar.c", "sampler.c")]
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    with ThreadPoolExecutor() as pool:
+        generic = pool.submit(compile_c, "cc", folder / "generic.o", [CSRC / "ops_generic.c"], ["-c", *flags])
+        avx2 = pool.submit(compile_c, "cc", folder / "avx2.o", [CSRC / "ops_avx2.c"], ["-c", *flags, *AVX2[: 3 * x86]])
+        generic.result()
+        avx2.result()
+    objects = [folder / "generic.o", folder / "avx2.o"]
+    compile_c("cc", output, [folder / "shim.c", *sources, *plain, *objects], [*flags, *linked])
+
+
 @functools.cache
 def library() -> tuple[Any, Any]:
-    """(ffi, lib) over ops, scalar functions and the sampler."""
-    folder = Path(tempfile.mkdtemp(prefix="twobit-native-"))
-    (folder / "shim.c").write_text(SHIM)
-    compile_c("cc", folder / "avx2.o", [CSRC / "ops_avx2.c"], ["-c", *AVX2] if has_x86() else ["-c"])
-    plain = [CSRC / name for name in ("ops.c", "ops_generic.c", "scalar.c", "sampler.c")]
-    compile_c("cc", folder / "native.so", [folder / "shim.c", *plain, folder / "avx2.o"], ["-shared"])
+    """(ffi, lib) over operations, scalar functions and the sampler."""
     ffi = cffi.FFI()
     ffi.cdef(declarations("tb.h") + declarations("ops.h") + declarations("sampler.h") + DECLARATIONS)
-    return ffi, ffi.dlopen(str(folder / "native.so"))
-
-
-def has_x86() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
+    with tempfile.TemporaryDirectory() as name:
+        compile_ops(Path(name), Path(name) / "native.so", [], [], ["-shared"])
+        return ffi, ffi.dlopen(f"{name}/native.so")
 
 
 def levels() -> list[str]:

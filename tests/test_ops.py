@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import native
@@ -109,13 +110,20 @@ def test_sine_and_cosine() -> None:
 
 
 def test_every_half_float_and_its_roundings() -> None:
-    ffi, lib = native.library()
+    lib = native.library()[1]
     halves = np.arange(65536, dtype=np.uint16)
     floats = np.array([lib.tb_half_to_float(int(h)) for h in halves], dtype=F32)
     assert np.array_equal(floats, halves.view(np.float16).astype(F32), equal_nan=True)
     finite = floats[np.isfinite(floats)]
     between = (finite[:-1].astype(np.float64) + finite[1:]) / 2
-    x = np.concatenate([floats, between.astype(F32), np.nextafter(between.astype(F32), F32(np.inf)), [65519.99, 65520, -65520, 1e30, 1e-30]]).astype(F32)
+    x = np.concatenate(
+        [
+            floats,
+            between.astype(F32),
+            np.nextafter(between.astype(F32), F32(np.inf)),
+            [65519.99, 65520, -65520, 1e30, 1e-30],
+        ]
+    ).astype(F32)
     with np.errstate(over="ignore"):
         want = x.astype(np.float16)
     got = np.array([lib.tb_float_to_half(float(v)) for v in x], dtype=np.uint16)
@@ -161,8 +169,17 @@ def test_elementwise_operations(n: int) -> None:
         silu = wide64 / (1 + np.exp(-wide64))
     gelu_tanh = 0.5 * wide64 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide64 + 0.044715 * wide64**3)))
     gelu = 0.5 * wide64 * (1 + np.array([math.erf(v / math.sqrt(2)) for v in wide64]))
-    want = [normed * w64, normed, x64 + y64, x64 * 1.7, 30 * np.tanh(wide64 / 30), silu * y64, gelu_tanh * y64, gelu * y64,
-            codes * np.repeat(scales, 32)[:n].astype(np.float64)]
+    want = [
+        normed * w64,
+        normed,
+        x64 + y64,
+        x64 * 1.7,
+        30 * np.tanh(wide64 / 30),
+        silu * y64,
+        gelu_tanh * y64,
+        gelu * y64,
+        codes * np.repeat(scales, 32)[:n].astype(np.float64),
+    ]
     for g, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(g, expected, rtol=2e-6, atol=2e-6)
 
@@ -181,7 +198,9 @@ def test_rope_turns_pairs_half_a_head_apart(dim: int) -> None:
         return [out[:dim]]
 
     a, b = head[: dim // 2], head[dim // 2 :]
-    np.testing.assert_allclose(every_level(run)[0], np.concatenate([a * cos - b * sin, b * cos + a * sin]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        every_level(run)[0], np.concatenate([a * cos - b * sin, b * cos + a * sin]), rtol=1e-5, atol=1e-6
+    )
 
 
 class Cache:
@@ -192,15 +211,28 @@ class Cache:
         self.keys = np.full(ring * self.head_dim, 0x7E00, dtype=np.uint16)
         self.values = self.keys.copy()
         for position in range(first, last + 1):
-            ops.store_key(native.pointer(self.keys, "uint16_t *"), native.pointer(k[position]), self.head_dim, position % ring)
-            ops.store_value(native.pointer(self.values, "uint16_t *"), native.pointer(v[position]), self.head_dim, position % ring)
+            ops.store_key(
+                native.pointer(self.keys, "uint16_t *"), native.pointer(k[position]), self.head_dim, position % ring
+            )
+            ops.store_value(
+                native.pointer(self.values, "uint16_t *"), native.pointer(v[position]), self.head_dim, position % ring
+            )
 
     def attend(self, q: np.ndarray, first: int, last: int, scale: float, softcap: float) -> np.ndarray:
         ffi = native.library()[0]
-        a = ffi.new("tb_attention *", {
-            "keys": native.pointer(self.keys, "uint16_t *"), "values": native.pointer(self.values, "uint16_t *"), "head_dim": self.head_dim,
-            "ring": self.ring, "first": first, "last": last, "scale": scale, "softcap": softcap,
-        })
+        a = ffi.new(
+            "tb_attention *",
+            {
+                "keys": native.pointer(self.keys, "uint16_t *"),
+                "values": native.pointer(self.values, "uint16_t *"),
+                "head_dim": self.head_dim,
+                "ring": self.ring,
+                "first": first,
+                "last": last,
+                "scale": scale,
+                "softcap": softcap,
+            },
+        )
         out = padded(q.size)
         scores = np.full(len(q) * (last - first + 17) + 1, np.nan, dtype=F32)
         self.ops.attend(a, native.pointer(q), native.pointer(out), len(q), native.pointer(scores))
@@ -210,8 +242,13 @@ class Cache:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    head_dim=st.sampled_from([1, 8, 20, 64, 72, 100, 128, 256]), heads=st.integers(1, 9), first=st.integers(0, 90), length=st.integers(1, 150),
-    softcap=st.sampled_from([0.0, 20.0]), extra=st.integers(0, 3), seed=st.integers(0, 1000),
+    head_dim=st.sampled_from([1, 8, 20, 64, 72, 100, 128, 256]),
+    heads=st.integers(1, 9),
+    first=st.integers(0, 90),
+    length=st.integers(1, 150),
+    softcap=st.sampled_from([0.0, 20.0]),
+    extra=st.integers(0, 3),
+    seed=st.integers(0, 1000),
 )
 def test_attention(head_dim: int, heads: int, first: int, length: int, softcap: float, extra: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -248,3 +285,92 @@ def test_attention_over_a_long_context() -> None:
     s = q.astype(np.float64) @ k64.T * 0.125
     p = np.exp(s - s.max(1, keepdims=True))
     np.testing.assert_allclose(got, p @ v64 / p.sum(1, keepdims=True), rtol=1e-4, atol=5e-6)
+
+
+PROGRAM = r"""
+#include "ops.h"
+#include "sampler.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void choose(const char *level);
+int has_avx2(void);
+
+static void *some(size_t bytes) { return memset(malloc(bytes), 0x3c, bytes); }
+
+static void attention(const tb_ops *ops, int32_t head_dim, int32_t n, int32_t first, int32_t last)
+{
+    int32_t ring = (last - first + 8) / 8 * 8;
+    size_t cache = (size_t)ring * (size_t)head_dim * 2, row = (size_t)head_dim * 4;
+    uint16_t *keys = some(cache), *values = some(cache);
+    float *q = some(row * (size_t)n), *out = some(row * (size_t)n), *scores = some((size_t)(n * (last - first + 17)) * 4);
+    tb_attention a = {keys, values, head_dim, ring, first, last, 0.1f, n & 1 ? 30.0f : 0.0f};
+    ops->store_key(keys, q, head_dim, ring - 1);
+    ops->store_value(values, q, head_dim, ring - 1);
+    ops->attend(&a, q, out, n, scores);
+    free(keys); free(values); free(q); free(out); free(scores);
+}
+
+static void rows(const tb_ops *ops, int32_t n)
+{
+    size_t bytes = (size_t)n * 4;
+    float *x = some(bytes), *y = some(bytes), *tops = some((size_t)((n + 31) / 32) * 4);
+    int8_t *codes = some((size_t)n);
+    uint16_t *scales = some((size_t)((n + 31) / 32) * 2);
+    ops->rms_norm(y, x, x, n, 1e-5f);
+    ops->add(x, y, n);
+    ops->scale(x, 0.5f, n);
+    if (n % 2 == 0) ops->rope(x, y, y, n);
+    for (int32_t activation = 0; activation < 3; activation++) ops->gate(y, x, y, n, activation);
+    ops->softcap(x, 3.0f, n);
+    ops->embedding_row(x, codes, scales, n);
+    ops->block_max(tops, x, n);
+    ops->exps(y, x, n);
+    free(x); free(y); free(tops); free(codes); free(scales);
+}
+
+static void sampling(int32_t vocab)
+{
+    float *logits = some((size_t)vocab * 4), values[1] = {-INFINITY};
+    int32_t *history = some(12), ids[1] = {vocab - 1}, token;
+    char err[80];
+    history[0] = history[1] = 0;
+    history[2] = vocab - 1;
+    for (int32_t i = 0; i < vocab; i++) logits[i] = (float)(i * 7 % 11) * 0.7f;
+    for (int c = 0; c < 64; c++) {
+        tb_sampling s = {c & 1 ? 0.8f : 0.0f, c & 2 ? 0.9f : 1.0f, c & 4 ? 0.05f : 0.0f, c & 8 ? 1.2f : 1.0f, 0.1f, 0.1f,
+                         c & 16 ? 5 : 0, -1, 1, c & 32 && vocab > 1, ids, values};
+        int rc = tb_sample(logits, vocab, history, 3, &s, c, &token, err, sizeof err);
+        if (rc != TB_OK || token < 0 || token >= vocab) {
+            fprintf(stderr, "vocabulary %d, case %d: %d\n", (int)vocab, c, rc);
+            exit(1);
+        }
+    }
+    free(logits);
+    free(history);
+}
+
+int main(void)
+{
+    for (int avx2 = 0; avx2 <= has_avx2(); avx2++) {
+        choose(avx2 ? "avx2" : "generic");
+        const tb_ops *ops = tb_ops_get();
+        for (int32_t n = 1; n <= 9; n++)
+            for (int32_t head_dim = 1; head_dim <= 88; head_dim += 29)
+                for (int32_t first = 0; first < 20; first += 3) attention(ops, head_dim, n, first, first + first * first / 4);
+        for (int32_t n = 1; n <= 70; n++) rows(ops, n);
+        for (int32_t n = 1; n <= 70; n++) sampling(n);
+    }
+    puts("ok");
+    return 0;
+}
+"""
+
+
+def test_no_bad_accesses(tmp_path: Path) -> None:
+    flags = ["-O1", *native.sanitizer(tmp_path, "address,undefined")]
+    (tmp_path / "program.c").write_text(PROGRAM)
+    native.compile_ops(tmp_path, tmp_path / "program", [tmp_path / "program.c"], flags, [])
+    native.run(tmp_path / "program")

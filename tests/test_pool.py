@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import native
@@ -51,7 +50,7 @@ static double cpu(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Every part and every chunk once per section, and what the parts wrote is visible after it; with pauses that let workers sleep. */
+/* Every part and every chunk once per section, what the parts wrote is visible after it; pauses let workers sleep. */
 static void sections(int threads, int cores, int n)
 {
     job j;
@@ -154,28 +153,15 @@ def build(folder: Path, compiler: str, flags: list[str]) -> Path:
     return folder / "pool_test"
 
 
-def sanitized(folder: Path, sanitizers: str) -> Path:
-    flags = ["-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover"]
-    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
-    if subprocess.run(["cc", *flags, folder / "empty.c", "-o", folder / "empty"], capture_output=True).returncode != 0:
-        pytest.skip(f"cc has no runtime for -fsanitize={sanitizers}")
-    return build(folder, "cc", flags)
-
-
-def run(program: Path, *arguments: str) -> None:
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
 @pytest.mark.parametrize("compiler", [name for name in ("cc", "clang") if shutil.which(name)])
 def test_sections_idle_forks(tmp_path: Path, compiler: str) -> None:
-    run(build(tmp_path, compiler, []), "1000")
+    native.run(build(tmp_path, compiler, []), "1000")
 
 
 def test_no_leaks_or_bad_accesses(tmp_path: Path) -> None:
-    run(sanitized(tmp_path, "address,undefined"))
+    native.run(build(tmp_path, "cc", native.sanitizer(tmp_path, "address,undefined")))
 
 
 def test_no_data_races(tmp_path: Path) -> None:
     # Without the fork: ThreadSanitizer does not follow a child that starts threads.
-    run(sanitized(tmp_path, "thread"), "100", "no-fork")
+    native.run(build(tmp_path, "cc", native.sanitizer(tmp_path, "thread")), "100", "no-fork")

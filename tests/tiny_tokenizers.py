@@ -54,9 +54,7 @@ def byte_fallback(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")])
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True, rstrip=t == "<|end|>") for t in extra]
-    )
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True, rstrip=t == "<|end|>") for t in extra])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]

@@ -54,7 +54,8 @@ class Session:
         pointer = lib.tb_session_new(model.c_model, max_context, self.threads, buffer, 512)
         if pointer == ffi.NULL:
             raise RuntimeFailure(ffi.string(buffer).decode())
-        self._session = ffi.gc(pointer, lib.tb_session_free)
+        # Freeing a session reads its model, so the destructor keeps the model alive.
+        self._session = ffi.gc(pointer, lambda p, _model=model: lib.tb_session_free(p))
 
     @property
     def length(self) -> int:
