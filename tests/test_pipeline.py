@@ -1,0 +1,323 @@
+"""Whole models: the same bytes every time, resumed or not, and right when read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
+from safetensors.torch import load_file, save_file
+
+from twobit.errors import FormatError, UsageError
+from twobit.format import layout
+from twobit.format.reader import open_model
+from twobit.format.writer import staging_path
+from twobit.quant.pipeline import Options, Progress, memory_bytes, plan, quantize
+from twobit.quant.recipe import Recipe, Rule
+from twobit.quant.source import Checkpoint
+
+TOKENS = 192
+
+
+class Recorder(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def options(**changes: Any) -> Options:
+    return Options(**{"calib_tokens": TOKENS, **changes})
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> Path:
+    """Untied, two layers, bf16."""
+    path = make_checkpoint("llama", folder / "llama", dtype=torch.bfloat16, num_hidden_layers=2)
+    return make_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    before = {path: path.stat().st_mtime_ns for path in source.iterdir()}
+    out = folder / "made"
+    summary = quantize(source, out, options(threads=1))
+    assert {path: path.stat().st_mtime_ns for path in source.iterdir()} == before  # inputs are never touched
+    assert not staging_path(out).exists()
+    return out, summary
+
+
+def test_summary(made: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = made
+    keys = (
+        "output build_id parameters draft_bpw residual_bpw head_bpw draft_bytes residual_bytes seconds peak_ram_bytes"
+    )
+    assert {*keys.split(), "calibration"} <= set(summary)
+    assert json.loads(json.dumps(summary)) == summary
+    checkpoint = Checkpoint.open(out.parent / "llama")
+    assert summary["parameters"] == sum(np.prod(s.shape) for s in checkpoint.architecture.tensors())
+    assert summary["calibration"]["tokens"] == TOKENS
+    assert summary["output"] == str(out)
+    assert summary["build_id"] == open_model(out, check=True).manifest.build_id
+    assert summary["expected_ram_bytes"] == memory_bytes(checkpoint.architecture, TOKENS)
+
+
+def test_threads_do_not_change_a_byte(source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    quantize(source, tmp_path / "two", options(threads=2))
+    assert content(tmp_path / "two") == content(made[0])
+
+
+def test_weights_come_back(source: Path, made: tuple[Path, dict[str, Any]]) -> None:
+    checkpoint, model = Checkpoint.open(source), open_model(made[0], check=True)
+    for spec in checkpoint.architecture.tensors():
+        weight = checkpoint.read(spec).numpy()
+        if spec.role in ("linear", "head"):
+            entry = model.manifest.tensors[spec.module]
+            head = spec.role == "head"
+            assert (entry.draft_bits, entry.residual_bits) == ((4, 4) if head else (2, 6))
+            draft, full = layout.dequantize(model.matrix(spec.module))
+            assert np.linalg.norm(full - weight) < 0.02 * np.linalg.norm(weight), spec.name
+            assert np.linalg.norm(draft - weight) < (0.15 if head else 0.6) * np.linalg.norm(weight), spec.name
+            tail = weight.shape[1] // 16 * 16  # a last group that is not whole is as good as the others
+            assert np.linalg.norm((full - weight)[:, tail:]) <= 0.03 * max(np.linalg.norm(weight[:, tail:]), 1e-9)
+        elif spec.role == "embedding":
+            codes, scales = model.embedding(spec.module)
+            back = codes * np.repeat(scales.astype(np.float32), 32, axis=1)[:, : codes.shape[1]]
+            assert np.linalg.norm(back - weight) < 0.01 * np.linalg.norm(weight)
+        else:
+            assert np.array_equal(model.tensor(spec.name), weight)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from twobit.quant.pipeline import Options, Progress, quantize
+
+class Dying(Progress):
+    def line(self, text):
+        if text.startswith("layer 1/"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(Path(sys.argv[1]), Path(sys.argv[2]), Options(calib_tokens=int(sys.argv[3])), Dying())
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(source: Path, folder: Path) -> Path:
+    """An output whose making was ended by the system after the first layer."""
+    out = folder / "killed"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), str(TOKENS)], timeout=200)
+    assert done.returncode == -signal.SIGKILL
+    assert staging_path(out).is_dir()
+    return out
+
+
+def copied(killed: Path, tmp_path: Path) -> Path:
+    """The same unfinished run under another name."""
+    shutil.copytree(staging_path(killed), staging_path(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+def test_half_made_outputs_do_not_open(killed: Path) -> None:
+    assert not killed.exists()
+    with pytest.raises(FormatError):
+        open_model(killed)
+    with pytest.raises(FormatError):
+        open_model(staging_path(killed))
+
+
+def test_killed_runs_go_on(source: Path, made: tuple[Path, dict[str, Any]], killed: Path, tmp_path: Path) -> None:
+    out, told = copied(killed, tmp_path), Recorder()
+    quantize(source, out, options(threads=2), told)
+    assert any("3 of 5 parts are done" in line for line in told.lines)  # embedding, norm and the first layer
+    assert not any(line.startswith("layer 1/") for line in told.lines)
+    assert content(out) == content(made[0])
+
+
+def test_other_options_do_not_resume(source: Path, killed: Path, tmp_path: Path) -> None:
+    out = copied(killed, tmp_path)
+    text = tmp_path / "other.txt"
+    text.write_text("Other words, but as good as these. " * 30)
+    for changed, what in (
+        (options(recipe=Recipe(8)), r"options\.residual was 6, is now 8"),
+        (options(recipe=Recipe(rules=(Rule.parse("down=3+6"),))), r'options\.rules was \[\], is now \["down=3\+6"\]'),
+        (options(calib_tokens=TOKENS + 64), rf"options\.calib_tokens was {TOKENS}, is now {TOKENS + 64}"),
+        (options(calib=(text,)), r'calibration\.source was "the package\'s text", is now "other\.txt"'),
+    ):
+        with pytest.raises(FormatError, match=what) as caught:
+            quantize(source, out, changed)
+        assert "--restart" in (caught.value.hint or "")
+    assert not out.exists()
+    summary = quantize(source, out, options(recipe=Recipe(8, 32), restart=True))
+    recorded = open_model(out, check=True).manifest
+    assert recorded.recipe["linear"] == "2+8"
+    assert recorded.recipe["residual_group"] == 32
+    assert recorded.recipe["head"] == "4+6"
+    assert {e.range for e in recorded.tensors.values() if e.kind == "matrix"} == {"wide"}
+    assert summary["residual_bpw"] > 8
+
+
+def test_another_weight_does_not_resume(source: Path, killed: Path, tmp_path: Path) -> None:
+    out, other = copied(killed, tmp_path), tmp_path / "other"
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match="source was"):
+        quantize(other, out, options())
+
+
+def test_plan_is_what_comes_out(source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    about = plan(source, tmp_path / "out", options()).to_json()
+    assert set(tmp_path.iterdir()) == before
+    _, summary = made
+    for key in ("parameters", "draft_bpw", "residual_bpw", "head_bpw", "draft_bytes", "residual_bytes"):
+        assert about[key] == summary[key]
+    assert about["memory_bytes"] == summary["expected_ram_bytes"]
+    assert about["disk_bytes"] > summary["draft_bytes"] + summary["residual_bytes"]
+
+
+def test_rules_and_fused_tensors(folder: Path, tmp_path: Path) -> None:
+    path = make_tokenizer(make_checkpoint("phi3", folder / "phi3", num_hidden_layers=1))
+    rules = (Rule.parse("mlp=3+6"), Rule.parse("down_proj$=4+4"), Rule.parse("lm_head=4+6"))
+    quantize(path, tmp_path / "out", options(recipe=Recipe(rules=rules)))
+    model = open_model(tmp_path / "out", check=True)
+    bits = {
+        name.rpartition(".")[2]: (entry.draft_bits, entry.residual_bits, entry.range)
+        for name, entry in model.manifest.tensors.items()
+        if entry.kind == "matrix"
+    }
+    narrow, three = (2, 6, "narrow"), (3, 6, "narrow")
+    assert bits == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), narrow),
+        **dict.fromkeys(("gate_proj", "up_proj"), three),
+        "down_proj": (4, 4, "narrow"),
+        "lm_head": (4, 6, "wide"),
+    }
+    assert model.manifest.recipe["rules"] == [str(rule) for rule in rules]
+    checkpoint = Checkpoint.open(path)
+    up = next(s for s in checkpoint.architecture.tensors() if s.part == "up")
+    _, full = layout.dequantize(model.matrix(up.module))
+    assert np.linalg.norm(full - checkpoint.read(up).numpy()) < 0.02 * np.linalg.norm(full)
+
+
+@pytest.mark.parametrize("text", ["down_proj", "=3+6", "x=5+5", "x=2+4", "(=2+6", "x=2+6+1"])
+def test_rules_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError):
+        Rule.parse(text)
+
+
+def test_a_rule_for_nothing_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'expert=3\+6' matches no matrix"):
+        quantize(source, tmp_path / "out", options(recipe=Recipe(rules=(Rule.parse("expert=3+6"),))))
+
+
+@pytest.fixture(scope="module")
+def tied(folder: Path) -> Path:
+    """Tied, one layer, some columns of the embedding dead."""
+    path = make_tokenizer(make_checkpoint("llama-tied", folder / "tied", num_hidden_layers=1))
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 5:9] = 0
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_tied_models_hold_one_table_and_poor_text_will_do(tied: Path, tmp_path: Path) -> None:
+    """A rank-deficient Hessian (a short line many times, dead columns) needs no more than the damping."""
+    text = tmp_path / "poor.txt"
+    text.write_text("abc abc\n" * 500)
+    told = Recorder()
+    summary = quantize(tied, tmp_path / "out", options(calib=(text,)), told)
+    model = open_model(tmp_path / "out", check=True)
+    assert model.manifest.tensors["lm_head"].kind == "matrix"
+    assert not any("embed_tokens" in name for name in model.planes)
+    assert not any(entry.kind == "embedding" for entry in model.manifest.tensors.values())
+    parameters = sum(np.prod(s.shape) for s in Checkpoint.open(tied).architecture.tensors() if s.role != "head")
+    assert summary["parameters"] == parameters
+    _, full = layout.dequantize(model.matrix("lm_head"))
+    weight = Checkpoint.open(tied).read(Checkpoint.open(tied).architecture.tensors()[-1]).numpy()
+    assert np.isfinite(full).all()
+    assert np.linalg.norm(full - weight) < 0.03 * np.linalg.norm(weight)
+
+
+def test_three_tokens_are_enough(tied: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("abc")
+    told = Recorder()
+    summary = quantize(tied, tmp_path / "out", options(calib=(text,)), told)
+    tokens = summary["calibration"]["tokens"]
+    assert 0 < tokens <= 3
+    assert any(f"calibration: 1 of 2 sequences, {tokens} tokens (short.txt)" in line for line in told.lines)
+    recorded = open_model(tmp_path / "out", check=True).manifest.calibration
+    assert recorded["tokens"] == tokens
+    assert recorded["requested_sequences"] == 2
+
+
+def test_chat_templates_and_tokenizer_files_come_along(tied: Path, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    shutil.copytree(tied, path)
+    (path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (path / "LICENSE").write_text("as you like")
+    (path / "training_args.bin").write_bytes(b"\x80pickle")
+    (path / "modeling_x.py").write_text("raise SystemExit")
+    quantize(path, tmp_path / "out", options(calib_tokens=32))
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    copies = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"}
+    assert {name for name in names if not name.startswith("twobit-")} == {
+        *copies,
+        "config.json",
+        "model.safetensors.index.json",
+    }
+    for name in copies:
+        assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
+    assert str(tmp_path).encode() not in (tmp_path / "out" / "config.json").read_bytes()  # no paths inside
+
+
+def test_outputs_are_replaced_only_when_asked(tied: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize(tied, out, options(calib_tokens=32))
+    before = content(out)
+    with pytest.raises(FormatError, match="exists"):
+        quantize(tied, out, options(calib_tokens=48))
+    assert content(out) == before
+    quantize(tied, out, options(calib_tokens=48, overwrite=True))
+    assert open_model(out, check=True).manifest.calibration["tokens"] == 48
+    (out / "precious.txt").write_text("keep me")
+    with pytest.raises(FormatError, match=r"precious\.txt"):
+        quantize(tied, out, options(calib_tokens=32, overwrite=True))
+    assert (out / "precious.txt").read_text() == "keep me"
+
+
+def test_peak_memory_stays_within_the_formula(source: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from twobit.quant.pipeline import *\n"
+        f"s = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Options(calib_tokens={TOKENS}))\n"
+        "assert s['peak_ram_bytes'] < s['expected_ram_bytes'], s"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    subprocess.run(command, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
