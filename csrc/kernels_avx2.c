@@ -283,6 +283,13 @@ INLINE place block_at(const tb_matrix *w, int bits, int residual_bits, int32_t b
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
+/* Fetches what lies `quads` quads after p; planes are contiguous, so that runs on into the next block. */
+INLINE void fetch(const uint8_t *p, int quads, int lines)
+{
+    for (int i = 0; i < lines; i++)
+        _mm_prefetch((const char *)p + 64 * (quads * lines + i), _MM_HINT_T0);
+}
+
 /* ---- draft ---- */
 
 /* sum (+)= c x for four columns, as int16 pairs; j == 0 starts a sum. */
@@ -301,7 +308,7 @@ INLINE void draft_one(int bits, const uint8_t *codes, const uint8_t *record, con
     UNROLL
     for (int u = 0; u < 4; u++) {
         if (u >= units)
-            break;
+            continue;
         __m256i sum[2];
         UNROLL
         for (int j = 0; j < 4; j++) {
@@ -329,7 +336,7 @@ INLINE void draft_half(int bits, int tokens, const uint8_t *codes, const uint8_t
     UNROLL
     for (int u = 0; u < 4; u++) {
         if (u >= units)
-            break;
+            continue;
         __m256i c[4];
         UNROLL
         for (int j = 0; j < 4; j++)
@@ -364,18 +371,12 @@ INLINE void draft_block(const tb_matrix *w, const tb_act *a, int bits, int token
         for (int t = 0; t < tokens; t++)
             dot[0][t] = dot[1][t] = one[0];
         for (int left = smaller(8, p.units - 8 * g); left > 0; left -= 4) {
-            for (int i = 0; i < 2 * bits; i++)
-                _mm_prefetch((const char *)p.codes + 2048 + 64 * i, _MM_HINT_T0);
-            _mm_prefetch((const char *)p.scales + 1024, _MM_HINT_T0);
-            if (tokens == 1 && left >= 4)
-                draft_one(bits, p.codes, p.scales, r, 4, x, sums_at, one);
-            else if (tokens == 1)
+            fetch(p.codes, 8, 2 * bits);
+            fetch(p.scales, 16, 1);
+            if (tokens == 1)
                 draft_one(bits, p.codes, p.scales, r, left, x, sums_at, one);
             for (int h = 0; h < 2 && tokens > 1; h++)
-                if (left >= 4)
-                    draft_half(bits, tokens, p.codes, p.scales, &r[h], h, 4, x, sums_at, a->record, dot[h]);
-                else
-                    draft_half(bits, tokens, p.codes, p.scales, &r[h], h, left, x, sums_at, a->record, dot[h]);
+                draft_half(bits, tokens, p.codes, p.scales, &r[h], h, left, x, sums_at, a->record, dot[h]);
             p.codes += 128 * bits;
             p.scales += 64;
             x += 64;
@@ -412,7 +413,7 @@ INLINE void verify_half(int bits, int rbits, const place *p, int group, const ro
     UNROLL
     for (int u = 0; u < 4; u++) {
         if (u >= units)
-            break;
+            continue;
         __m256i sum[4];
         const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u);
         AGAIN(x);
@@ -459,13 +460,9 @@ INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits,
             __m256i dot[2][2];
             dot[0][0] = dot[0][1] = dot[1][0] = dot[1][1] = _mm256_setzero_si256();
             for (int left = smaller(columns / 16, p.units - columns / 16 * g); left > 0; left -= 4) {
-                for (int i = 0; i < 2 * rbits; i++)
-                    _mm_prefetch((const char *)p.residual + 3072 + 64 * i, _MM_HINT_T0);
+                fetch(p.residual, 4, 2 * rbits);
                 for (int h = 0; h < 2; h++)
-                    if (left >= 4)
-                        verify_half(bits, rbits, &p, group, &r[h], h, 4, x, sums_at, dot[h]);
-                    else
-                        verify_half(bits, rbits, &p, group, &r[h], h, left, x, sums_at, dot[h]);
+                    verify_half(bits, rbits, &p, group, &r[h], h, left, x, sums_at, dot[h]);
                 p.codes += 128 * bits;
                 p.residual += 128 * rbits;
                 p.scales += 64;
@@ -489,13 +486,12 @@ INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], i
 {
     const __m256i even = words(255);
     for (; units > 0; units -= 4) {
-        const int n = smaller(units, 4);
         for (int h = 0; h < 2; h++) {
             const quad q = verify_quad(p->scales, p->factors, group, rbits, h, &r[h]);
             UNROLL
             for (int u = 0; u < 4; u++) {
-                if (u >= n)
-                    break;
+                if (u >= units)
+                    continue;
                 const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u), k = of_unit(q.k, u);
                 const __m256i f0 = _mm256_and_si256(f, even), f1 = _mm256_slli_epi16(f, 8);
                 UNROLL
@@ -509,8 +505,10 @@ INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], i
                 }
             }
         }
-        _mm_prefetch((const char *)p->scales + 128, _MM_HINT_T0);
-        _mm_prefetch((const char *)p->factors + 64, _MM_HINT_T0);
+        fetch(p->codes, 4, 2 * bits);
+        fetch(p->residual, 4, 2 * rbits);
+        fetch(p->scales, 4, 1);
+        fetch(p->factors, 4, 1);
         p->codes += 128 * bits;
         p->residual += 128 * rbits;
         p->scales += 64;
