@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Builds twobit/quant/text/default.jsonl.xz, the calibration text that the package carries.
 
-Sources are public domain, our own, or written by the demo model (Apache-2.0); twobit/quant/text/README.md lists them with
-their rights. Packages come from PyPI, npm and Debian through their ordinary clients.
+Sources are public domain, our own, or written by the demo model (Apache-2.0); twobit/quant/text/README.md lists them
+with their rights. Packages come from PyPI, npm and Debian through their ordinary clients.
 
     python scripts/demo_model.py build/demo/smollm2
     python scripts/calibration_text.py generate --model build/demo/smollm2     # about 15 minutes on 2 cores
