@@ -5,7 +5,7 @@
     python bench/compare_llama.py --checkpoint build/demo/smollm2 --model build/demo/smollm2-2bit [-r 5] [-n 128] [-t 2]
 
 Every round runs `llama-bench` (tg of n tokens), then twobit without drafting and with drafting on each of three
-unrepetitive prompts (code, prose, chat); then comes the next round, so that whatever else the machine does falls on all.
+unrepetitive prompts (code, prose, chat); then comes the next round, so that whatever else runs slows all of them.
 Shown are medians over the rounds, the lowest and highest, and the ratio of medians to llama.cpp's. End tokens do not
 end a run.
 """

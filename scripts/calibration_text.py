@@ -5,12 +5,13 @@ Sources are public domain, our own, or written by the demo model (Apache-2.0); t
 with their rights. Packages come from PyPI, npm and Debian through their ordinary clients.
 
     python scripts/demo_model.py build/demo/smollm2
-    python scripts/calibration_text.py generate --model build/demo/smollm2     # about 15 minutes on 2 cores
+    twobit quantize build/demo/smollm2 -o build/demo/smollm2-2bit
+    python scripts/calibration_text.py generate     # about 5 minutes on 2 cores
     python scripts/calibration_text.py build
 
 `generate` samples the demo model's answers to scripts/calibration/prompts.txt into build/calibration/generated.jsonl
-(fixed seed; other processors may round to other words). `build` mixes everything. Needs transformers for `generate`,
-npm and apt-get for `build`.
+(fixed seeds), with the quantized model, which is as good as the checkpoint for that. `build` mixes everything; it needs
+npm and apt-get.
 """
 
 from __future__ import annotations
@@ -44,41 +45,37 @@ FOLLOW_UPS = [
 ]
 
 
-def generate(model_path: Path, batch: int, tokens: int) -> None:
+def generate(model_path: Path, tokens: int) -> None:
     """Answers to every prompt, and to a follow-up question for every other one, temperature 0.7, top-k 40."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from twobit.runtime.generate import Result, generate
+    from twobit.runtime.model import Model
+    from twobit.runtime.sampling import Sampling
+    from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.tokenizer import Tokenizer
 
     WORK.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    chats: list[dict[str, Any]] = []
-    for line in (HERE / "prompts.txt").read_text(encoding="utf-8").splitlines():
-        kind, prompt = line.split("\t")
-        chats.append({"topic": kind, "messages": [{"role": "user", "content": prompt.replace("\\n", "\n")}]})
-    for turn in range(2):
-        if turn:
-            for i, chat in enumerate(chats[::2]):
-                chat["messages"].append({"role": "user", "content": FOLLOW_UPS[i % len(FOLLOW_UPS)]})
-        waiting = [chat for chat in chats if chat["messages"][-1]["role"] == "user"]
-        for start in range(0, len(waiting), batch):
-            part = waiting[start : start + batch]
-            prompts = [
-                tokenizer.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
-                for chat in part
-            ]
-            inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-            length = inputs["input_ids"].shape[1]
-            with torch.no_grad():
-                out = model.generate(**inputs, do_sample=True, temperature=0.7, top_k=40, max_new_tokens=tokens)
-            for chat, ids in zip(part, out[:, length:], strict=True):
-                answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
-                chat["messages"].append({"role": "assistant", "content": answer})
-            print(f"turn {turn + 1}: {start + len(part)} of {len(waiting)}", file=sys.stderr, flush=True)
-            answered = [chat for chat in chats if chat["messages"][-1]["role"] == "assistant"]
-            text = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in answered)
-            (WORK / "generated.jsonl").write_text(text, encoding="utf-8")
+    model = Model.open(model_path)
+    tokenizer = Tokenizer.load(model_path, config=model.config, rows=model.vocab)
+    session = Session(model, 2048)
+    options = StepOptions(eos=tokenizer.eos_ids)
+    chats = []
+    for index, line in enumerate((HERE / "prompts.txt").read_text(encoding="utf-8").splitlines()):
+        _, prompt = line.split("\t")
+        messages = [{"role": "user", "content": prompt.replace("\\n", "\n")}]
+        for turn in range(1 + (index % 2 == 0)):
+            if turn:
+                messages.append({"role": "user", "content": FOLLOW_UPS[index // 2 % len(FOLLOW_UPS)]})
+            session.rewind(0)
+            sampling = Sampling(temperature=0.7, top_k=40, seed=2 * index + turn)
+            for event in generate(
+                session, tokenizer, tokenizer.chat_ids(messages), sampling, options, max_tokens=tokens
+            ):
+                if isinstance(event, Result):
+                    messages.append({"role": "assistant", "content": event.text.strip()})
+        chats.append({"messages": messages})
+        print(f"chat {index + 1}", file=sys.stderr, flush=True)
+    text = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats if chat["messages"][-1]["content"])
+    (WORK / "generated.jsonl").write_text(text, encoding="utf-8")
 
 
 PIECE = 1800  # characters of one document: about one calibration sequence
@@ -245,13 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("generate")
-    command.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2")
-    command.add_argument("--batch", type=int, default=70)
-    command.add_argument("--tokens", type=int, default=200)
+    command.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2-2bit")
+    command.add_argument("--tokens", type=int, default=220)
     commands.add_parser("build")
     args = parser.parse_args()
     if args.command == "generate":
-        generate(args.model, args.batch, args.tokens)
+        generate(args.model, args.tokens)
     else:
         build()
 

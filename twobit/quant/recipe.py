@@ -1,7 +1,7 @@
 """Which bits go where.
 
-Defaults: the linears of the decoder layers 2 + 6 bits, the head 4 + 4 (with `residual` 8: 2 + 8 and 4 + 6). Rules change
-single matrices. An untied input embedding is int8 with an fp16 scale per 32 columns; a tied one is the head.
+Defaults: the linears of the decoder layers 2 + 6 bits, the head 4 + 4 (with `residual` 8: 2 + 8 and 4 + 6). Rules
+change single matrices. An untied input embedding is int8 with an fp16 scale per 32 columns; a tied one is the head.
 """
 
 from __future__ import annotations
