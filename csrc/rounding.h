@@ -19,6 +19,11 @@ typedef struct tb_rounding {
     const float *factor;       /* F [padded, stride], diagonal not read; NULL: the identity */
     int64_t stride;
     const float *energy;       /* d [padded] */
+    const float *hessian;      /* H / hessian_scale without damping [padded, hessian_stride]; NULL: codes are not refined */
+    int64_t hessian_stride;
+    float hessian_scale, damping;
+    const float *local;        /* with hessian: F [padded / 16, 16, 16] and d [padded] of the 16 x 16 blocks of H */
+    const float *local_energy;
     uint8_t *codes;            /* out: c [rows, cols] */
     uint8_t *s;                /* out [rows, ceil(cols / 16)] */
     int8_t *m;                 /* out [rows, ceil(cols / 16)] */

@@ -99,6 +99,11 @@ def test_factor_reproduces_the_damped_hessian() -> None:
     expected = damped(h, 0.05).numpy() / float(h.diagonal().mean())
     np.testing.assert_allclose((f * factor.energy[:70]) @ f.T, expected, atol=1e-5 * expected.max())
     assert not factor.energy[70:].any() and not factor.factor[70:].any()
+    assert factor.local is not None and factor.local_energy is not None
+    block = np.triu(factor.local[2].astype(np.float64))
+    np.testing.assert_allclose(
+        (block * factor.local_energy[32:48]) @ block.T, expected[32:48, 32:48], atol=1e-5 * expected.max()
+    )
 
 
 def test_group_parameters_are_the_best_of_all() -> None:
@@ -218,6 +223,13 @@ def test_residual_bits_draft_bits_and_feedback_each_pay() -> None:
     assert results[2, 8].draft_error == pytest.approx(results[2, 6].draft_error, rel=0.02)
     fine, coarse = (round_matrix(w, h, residual_group=group).full_error for group in (16, 32))
     assert fine < coarse
+
+
+def test_refining_lowers_the_draft_error_and_keeps_the_full_one() -> None:
+    h, w = hessian(256, 8), weights(40, 256, 8)
+    refined, plain = round_matrix(w, h), round_matrix(w, h, refine=False)
+    assert refined.draft_error < 0.99 * plain.draft_error
+    assert refined.full_error < 1.05 * plain.full_error
 
 
 # -- degenerate input (failure classes A5, B1, B2, B3) -----------------------------------------------------------

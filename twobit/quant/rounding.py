@@ -27,6 +27,7 @@ ROWS_PER_TASK = 32
 """Rows of one task; fixed by the C loops' tile, of no influence on the result."""
 
 MAX_DAMPING = 100.0
+PANEL = 256
 DOUBLE_COLUMNS = 4096
 """Hessians up to this size are factored in double precision, wider ones in single to halve the memory."""
 
@@ -37,7 +38,9 @@ class Factor:
 
     factor: fp32 [padded, stride], strictly upper part used, None for the identity; energy: d, fp32 [padded], 0 in the
     padding; padded: columns rounded up to 32; damping: what was added to the diagonal, in mean diagonals;
-    note: what had to be changed for the factorization to succeed, or None.
+    note: what had to be changed for the factorization to succeed, or None. hessian: as it came, fp32 [padded, padded],
+    with scale = 1 / mean diagonal (the caller's memory where that has this form); local and local_energy: F [padded /
+    16, 16, 16] and d [padded] of its damped 16 x 16 diagonal blocks; None for the identity.
     """
 
     columns: int
@@ -45,6 +48,10 @@ class Factor:
     energy: npt.NDArray[np.float32]
     damping: float
     note: str | None
+    hessian: npt.NDArray[np.float32] | None = None
+    scale: float = 1.0
+    local: npt.NDArray[np.float32] | None = None
+    local_energy: npt.NDArray[np.float32] | None = None
 
     @property
     def padded(self) -> int:
@@ -83,7 +90,7 @@ def identity(columns: int, note: str | None = None) -> Factor:
 
 
 def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
-    """Factor a Hessian [columns, columns] (symmetric, fp32 or fp64; only its upper triangle is read).
+    """Factor a Hessian [columns, columns] (symmetric, fp32 or fp64), which must not change while the factor is used.
 
     `damping` mean diagonals are added to the diagonal, which also covers columns that were always zero. Where that is
     not enough it is raised tenfold up to MAX_DAMPING, and then the identity stands in; `note` says so.
@@ -100,14 +107,13 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
     asked, note = damping, None
     with _one_torch_thread():
         while True:
-            # flipped, so that the lower Cholesky factor is the upper one of H = F diag(d) F^T
-            flipped = hessian.flip(0, 1).to(torch.float64 if columns <= DOUBLE_COLUMNS else torch.float32).div_(mean)
-            flipped.diagonal().add_(damping)
-            root, info = torch.linalg.cholesky_ex(flipped)
-            del flipped
+            # flipped, so that the lower Cholesky factor is the upper one of H = F diag(d) F^T; factored in place
+            root = hessian.flip(0, 1).to(torch.float64 if columns <= DOUBLE_COLUMNS else torch.float32).div_(mean)
+            root.diagonal().add_(damping)
+            info = torch.empty((), dtype=torch.int32)
+            torch.linalg.cholesky_ex(root, out=(root, info))
             if int(info) == 0 and bool(torch.isfinite(root.diagonal()).all()):
                 break
-            del root
             damping = max(10 * damping, 0.01)
             if damping > MAX_DAMPING:
                 return identity(columns, "the calibration Hessian is not positive definite: rounded to nearest")
@@ -119,10 +125,32 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
         energy = np.zeros(padded, np.float32)
         energy[:columns] = (diagonal * diagonal).float().numpy()
         factor = np.zeros((padded, stride), np.float32)
-        view = torch.from_numpy(factor)[:columns, :columns]
-        view.copy_(root.flip(0, 1))
-        view.div_(diagonal.float())
-    return Factor(columns, factor, energy, damping, note)
+        view = torch.from_numpy(factor)
+        for row in range(0, columns, PANEL):
+            end = min(row + PANEL, columns)
+            view[row:end, :columns] = root[columns - end : columns - row].flip(0, 1).div_(diagonal)
+        del root
+        whole = hessian.to(torch.float32)
+        if padded > columns or not whole.is_contiguous():
+            whole = torch.nn.functional.pad(whole, (0, padded - columns, 0, padded - columns))
+        local, local_energy = _block_factors(whole, columns, mean, damping)
+    return Factor(columns, factor, energy, damping, note, whole.numpy(), 1 / mean, local, local_energy)
+
+
+def _block_factors(
+    hessian: torch.Tensor, columns: int, mean: float, damping: float
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """F [blocks, 16, 16] and d [padded] of the damped 16 x 16 diagonal blocks of a padded Hessian."""
+    padded = hessian.shape[0]
+    at = torch.arange(0, padded, COLS)[:, None] + torch.arange(COLS)
+    blocks = hessian[at[:, :, None], at[:, None, :]].double() / mean
+    blocks.diagonal(dim1=1, dim2=2).add_(damping)
+    blocks.diagonal(dim1=1, dim2=2)[at >= columns] = 1
+    root = torch.linalg.cholesky(blocks.flip(1, 2)).flip(1, 2)
+    diagonal = root.diagonal(dim1=1, dim2=2)
+    energy = diagonal.square().reshape(-1).float().numpy()
+    energy[columns:] = 0
+    return (root / diagonal[:, None, :]).float().contiguous().numpy(), energy
 
 
 def range_limit(draft_bits: int, residual_bits: int) -> int:
@@ -139,10 +167,12 @@ def round_matrix(
     residual_group: int = 16,
     damping: float = 0.1,
     threads: int = 1,
+    refine: bool = True,
 ) -> Rounded:
     """Round a matrix [rows, cols] fp32, given the Hessian of its inputs or its factor (`prepare`).
 
     draft_bits 2, 3 or 4; residual_bits 4, 6 or 8; residual_group 16 or 32. The result does not depend on `threads`.
+    `refine`: choose every group of the draft once more, given all others.
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.
     """
@@ -174,6 +204,9 @@ def round_matrix(
     if factor.factor is not None:
         pointers["factor"] = factor.factor
         task.stride = factor.factor.shape[1]
+    if refine and factor.hessian is not None and factor.local is not None and factor.local_energy is not None:
+        pointers |= {"hessian": factor.hessian, "local": factor.local, "local_energy": factor.local_energy}
+        task.hessian_stride, task.hessian_scale, task.damping = factor.padded, factor.scale, factor.damping
     for name, values in pointers.items():
         setattr(task, name, ffi.cast("void *", values.ctypes.data))
     level = 0 if cpu_level() == "generic" else 1
