@@ -15,6 +15,9 @@
 
 static void learn(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
 
+/* Other work on the machine only ever adds time, so a shorter time counts for more than a longer one. */
+static void learn_time(double *mean, double seen) { learn(mean, seen, seen < *mean ? 0.3 : 0.05); }
+
 static int32_t bin_of(float confidence)
 {
     int32_t bin = (int32_t)(confidence * TB_BINS);
@@ -110,7 +113,7 @@ static int32_t draft(tb_session *s, int32_t n, int32_t most, const tb_sampling *
             break;
         double took = tb_clock() - t0;
         *seconds += took;
-        learn(&b->draft_s, took, 0.1);
+        learn_time(&b->draft_s, took);
         s->history[n + drafted] = token;
         path *= b->accept[bin_of(confidence[drafted])];
         drafted++;
@@ -156,7 +159,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     if (code)
         return code;
     r->verify_s = tb_clock() - t0;
-    learn(&s->belief.verify_s[drafted + 1], r->verify_s, 0.1);
+    learn_time(&s->belief.verify_s[drafted + 1], r->verify_s);
 
     t0 = tb_clock();
     r->drafted = drafted;
