@@ -448,9 +448,9 @@ INLINE void verify_half(int bits, int rbits, const place *p, int group, const ro
     acc[1] = hi;
 }
 
-INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits, int wide, float *y, int32_t b0, int32_t b1)
+INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, int32_t b0, int32_t b1)
 {
-    const int group = w->residual_group, columns = wide ? 64 : 128;
+    const int group = w->residual_group, columns = a->group;
     for (int32_t b = b0; b < b1; b++) {
         const rows r[2] = { load_rows(w, bits, 16 * b), load_rows(w, bits, 16 * b + 8) };
         place p = block_at(w, bits, rbits, b);
@@ -579,30 +579,43 @@ INLINE void verify_many(const tb_matrix *w, const tb_act *a, int bits, int rbits
     }
 }
 
+/* ---- one function per format: smaller ones compile faster ---- */
+
+typedef void product(const tb_matrix *w, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch);
+
+#define DRAFT(b)                                                                                                              \
+    static void draft_##b(const tb_matrix *w, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch) \
+    {                                                                                                                         \
+        (void)scratch;                                                                                                        \
+        draft(w, a, b, y, ldy, b0, b1);                                                                                       \
+    }
+#define VERIFY(b, r)                                                                                                              \
+    static void verify_##b##r(const tb_matrix *w, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch) \
+    {                                                                                                                             \
+        if (a->m == 1)                                                                                                            \
+            verify_one(w, a, b, r, y, b0, b1);                                                                                    \
+        else                                                                                                                      \
+            verify_many(w, a, b, r, y, ldy, b0, b1, scratch);                                                                     \
+    }
+DRAFT(2)
+DRAFT(3)
+DRAFT(4)
+VERIFY(2, 4)
+VERIFY(2, 6)
+VERIFY(2, 8)
+VERIFY(3, 4)
+VERIFY(3, 6)
+VERIFY(3, 8)
+VERIFY(4, 4)
+VERIFY(4, 6)
+VERIFY(4, 8)
+
 static void matmul(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
 {
-    if (op == TB_DRAFT) {
-        switch (w->draft_bits) {
-        case 2: draft(w, a, 2, y, ldy, b0, b1); break;
-        case 3: draft(w, a, 3, y, ldy, b0, b1); break;
-        default: draft(w, a, 4, y, ldy, b0, b1); break;
-        }
-        return;
-    }
-    switch (w->draft_bits << 4 | w->residual_bits) {
-#define CASE(b, r)                                                              \
-    case b << 4 | r:                                                            \
-        if (a->m == 1)                                                          \
-            verify_one(w, a, b, r, a->group == 64, y, b0, b1);                  \
-        else                                                                    \
-            verify_many(w, a, b, r, y, ldy, b0, b1, scratch);                   \
-        break
-    CASE(2, 4); CASE(2, 6); CASE(2, 8);
-    CASE(3, 4); CASE(3, 6); CASE(3, 8);
-    CASE(4, 4); CASE(4, 6); CASE(4, 8);
-#undef CASE
-    default: break;
-    }
+    static product *const drafts[] = { draft_2, draft_3, draft_4 };
+    static product *const verifies[][3] = { { verify_24, verify_26, verify_28 }, { verify_34, verify_36, verify_38 }, { verify_44, verify_46, verify_48 } };
+    product *f = op == TB_DRAFT ? drafts[w->draft_bits - 2] : verifies[w->draft_bits - 2][w->residual_bits / 2 - 2];
+    f(w, a, y, ldy, b0, b1, scratch);
 }
 
 const tb_kernels tb_kernels_avx2 = { "avx2", quantize, matmul };
