@@ -26,7 +26,9 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,36 +47,44 @@ FOLLOW_UPS = [
 ]
 
 
-def generate(model_path: Path, tokens: int) -> None:
-    """Answers to every prompt, and to a follow-up question for every other one, temperature 0.7, top-k 40."""
+def generate(model_path: Path, tokens: int, jobs: int) -> None:
+    """Answers to every prompt, and to a follow-up question for every other one, temperature 0.7, top-k 40.
+
+    `jobs` chats are sampled at a time, on one thread each; their number does not change the text.
+    """
     from twobit.runtime.generate import Result, generate
     from twobit.runtime.model import Model
     from twobit.runtime.sampling import Sampling
     from twobit.runtime.session import Session, StepOptions
     from twobit.runtime.tokenizer import Tokenizer
 
-    WORK.mkdir(parents=True, exist_ok=True)
     model = Model.open(model_path)
     tokenizer = Tokenizer.load(model_path, config=model.config, rows=model.vocab)
-    session = Session(model, 2048)
     options = StepOptions(eos=tokenizer.eos_ids)
-    chats = []
-    for index, line in enumerate((HERE / "prompts.txt").read_text(encoding="utf-8").splitlines()):
-        _, prompt = line.split("\t")
-        messages = [{"role": "user", "content": prompt.replace("\\n", "\n")}]
+    template = Lock()  # its worker answers one question at a time
+
+    def chat(index: int, line: str) -> list[dict[str, str]]:
+        session = Session(model, 2048, 1)
+        prompt = line.split("\t")[1].replace("\\n", "\n")
+        messages = [{"role": "user", "content": prompt}]
         for turn in range(1 + (index % 2 == 0)):
             if turn:
                 messages.append({"role": "user", "content": FOLLOW_UPS[index // 2 % len(FOLLOW_UPS)]})
             session.rewind(0)
             sampling = Sampling(temperature=0.7, top_k=40, seed=2 * index + turn)
-            for event in generate(
-                session, tokenizer, tokenizer.chat_ids(messages), sampling, options, max_tokens=tokens
-            ):
+            with template:
+                prompt_ids = tokenizer.chat_ids(messages)
+            for event in generate(session, tokenizer, prompt_ids, sampling, options, max_tokens=tokens):
                 if isinstance(event, Result):
-                    messages.append({"role": "assistant", "content": event.text.strip()})
-        chats.append({"messages": messages})
+                    messages.append({"role": "assistant", "content": event.text.strip() or "..."})
         print(f"chat {index + 1}", file=sys.stderr, flush=True)
-    text = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats if chat["messages"][-1]["content"])
+        return messages
+
+    lines = (HERE / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    with ThreadPoolExecutor(jobs) as pool:
+        chats = list(pool.map(chat, range(len(lines)), lines))
+    WORK.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in chats)
     (WORK / "generated.jsonl").write_text(text, encoding="utf-8")
 
 
@@ -243,11 +253,12 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("generate")
     command.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2-2bit")
-    command.add_argument("--tokens", type=int, default=220)
+    command.add_argument("--tokens", type=int, default=200)
+    command.add_argument("--jobs", type=int, default=2)
     commands.add_parser("build")
     args = parser.parse_args()
     if args.command == "generate":
-        generate(args.model, args.tokens)
+        generate(args.model, args.tokens, args.jobs)
     else:
         build()
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DAMPING = 0.1  # of the Hessian's mean diagonal
 BASE_MEMORY = 800_000_000  # bytes: interpreter, torch, buffers
-CHUNK_WEIGHTS = 1 << 24  # weights of a head that are rounded at a time
+CHUNK_WEIGHTS = 1 << 22  # weights of a head that are rounded at a time
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
 COPIED = (
     "generation_config.json",
