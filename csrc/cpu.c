@@ -167,7 +167,8 @@ static int limit_by_cgroups(int cores)
         controllers++;
         if (!*controllers)
             cores = limit_by_group(cores, "/sys/fs/cgroup", group, 1);
-        for (char *c = strtok(controllers, ","); c; c = strtok(NULL, ","))
+        char *rest;
+        for (char *c = strtok_r(controllers, ",", &rest); c; c = strtok_r(NULL, ",", &rest))
             if (!strcmp(c, "cpu"))
                 cores = limit_by_group(cores, "/sys/fs/cgroup/cpu", group, 0);
     }

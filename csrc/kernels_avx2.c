@@ -1,6 +1,6 @@
 /* kernels_avx2.c - the matrix kernels in AVX2, FMA.
  *
- * A dword lane is a row: 8 rows x 16 columns ("half a unit") are two registers of codes at most, activations are
+ * A dword lane is a row: a register holds 8 rows x 4 columns of bytes ("half" of a unit's 16 rows), activations are
  * broadcast four columns at a time, and nothing is summed across lanes. Three kernels, all exact integers per group:
  *
  *   draft        c x with int8 activations: vpmaddubsw over a unit, then vpmaddwd with the row's step 2 A s.
@@ -283,11 +283,12 @@ INLINE place block_at(const tb_matrix *w, int bits, int residual_bits, int32_t b
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-/* Fetches what lies `quads` quads after p; planes are contiguous, so that runs on into the next block. */
-INLINE void fetch(const uint8_t *p, int quads, int lines)
+/* Fetches `lines` lines of 64 bytes, `ahead` times as many after p: planes are contiguous, so into the next block too.
+ * How far ahead, and which planes, was found by measuring pairs. */
+INLINE void fetch(const uint8_t *p, int ahead, int lines)
 {
     for (int i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * (quads * lines + i), _MM_HINT_T0);
+        _mm_prefetch((const char *)p + 64 * (ahead * lines + i), _MM_HINT_T0);
 }
 
 /* ---- draft ---- */
@@ -493,14 +494,14 @@ INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], i
                 if (u >= units)
                     continue;
                 const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u), k = of_unit(q.k, u);
-                const __m256i f0 = _mm256_and_si256(f, even), f1 = _mm256_slli_epi16(f, 8);
+                const __m256i f1 = _mm256_slli_epi16(f, 8);    /* as bytes f is (f, 0), f1 is (0, f) */
                 UNROLL
                 for (int j = 0; j < 4; j++) {
                     const __m256i c = field(bits, p->codes + 32 * bits * u, h, j), v = field(rbits, p->residual + 32 * rbits * u, h, j);
                     const __m256i q0 = _mm256_mullo_epi16(_mm256_and_si256(c, even), step);
                     const __m256i q1 = _mm256_mullo_epi16(_mm256_srli_epi16(c, 8), step);
                     int16_t *at = out + 256 * u + 64 * j + 16 * h;
-                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v, f0)));
+                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v, f)));
                     store(at + 32, _mm256_add_epi16(_mm256_add_epi16(q1, k), _mm256_maddubs_epi16(v, f1)));
                 }
             }
