@@ -239,6 +239,51 @@ static int32_t draw_from_all(const scratch *s, const tb_ops *ops, const float *x
     return token;
 }
 
+/* Collects the candidates and applies top-k, top-p and min-p, in this order; returns how many survive, 1 or more. */
+static int32_t filter(scratch *s, const tb_ops *ops, const float *x, int32_t vocab, float top, const tb_sampling *sampling)
+{
+    const float temperature = sampling->temperature;
+    const int32_t k = sampling->top_k < vocab ? sampling->top_k : 0, blocks = (vocab + BLOCK - 1) / BLOCK;
+    const int use_p = sampling->top_p < 1, use_min = sampling->min_p > 0;
+
+    /* A bound for each filter; the margins cover the rounding of exp and log. */
+    uint64_t target = 0;
+    float bound = -INFINITY;
+    if (k) {
+        /* k blocks reach their k-th largest maximum, so at least k tokens do. */
+        if (k <= blocks) {
+            memcpy(s->select, s->tops, (size_t)blocks * sizeof *s->select);
+            bound = (kth_largest(s->select, blocks, k) - top) / temperature;
+        }
+    } else {
+        if (use_p) {
+            uint64_t sum = ops->mass(x, vocab, top, temperature);
+            /* Tokens lighter than an even share of what may be left out cannot be needed, all together. */
+            target = top_p_target(sampling->top_p, sum);
+            float share = (float)((double)(sum - target) / (double)vocab) * 0x1p-40f;
+            if (share > 1e-30f) bound = tb_logf(share) - 1e-3f;
+        }
+        if (use_min) {
+            float lowest = sampling->min_p > 1e-30f ? tb_logf(sampling->min_p) - 1e-3f : -INFINITY;
+            bound = lowest > bound ? lowest : bound;
+        }
+    }
+    int32_t n = collect(s, x, vocab, top, temperature, bound);
+    ops->exps(s->e, s->z, n);
+    if (k) n = keep_prefix(s, n, (uint64_t)k, 1);
+    if (use_p) {
+        if (k) target = top_p_target(sampling->top_p, total(s, n));
+        n = keep_prefix(s, n, target, 0);
+    }
+    if (use_min) {
+        int32_t kept = 0;
+        for (int32_t i = 0; i < n; i++)
+            if (s->e[i] >= sampling->min_p) keep(s, kept++, i);
+        n = kept;
+    }
+    return n;
+}
+
 int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
                    int32_t position, int32_t *token, float *confidence, void *memory)
 {
@@ -271,49 +316,13 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
         return TB_OK;
     }
 
-    int32_t k = sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : 0;
-    int use_p = sampling->top_p < 1, use_min = sampling->min_p > 0;
-    if (!k && !use_p && !use_min) {
+    if ((sampling->top_k == 0 || sampling->top_k >= vocab) && sampling->top_p == 1 && sampling->min_p == 0) {
         *token = draw_from_all(&s, ops, x, vocab, top, temperature, sampling->seed, position);
         if (confidence) *confidence = probability(tb_expf((x[*token] - top) / temperature), ops->mass(x, vocab, top, temperature));
         return TB_OK;
     }
 
-    /* A bound for each filter; the margins cover the rounding of exp and log. */
-    uint64_t target = 0;
-    float bound = -INFINITY;
-    if (k) {
-        /* k blocks reach their k-th largest maximum, so at least k tokens do. */
-        if (k <= blocks) {
-            memcpy(s.select, s.tops, (size_t)blocks * sizeof *s.select);
-            bound = (kth_largest(s.select, blocks, k) - top) / temperature;
-        }
-    } else {
-        if (use_p) {
-            uint64_t sum = ops->mass(x, vocab, top, temperature);
-            /* Tokens lighter than an even share of what may be left out cannot be needed, all together. */
-            target = top_p_target(sampling->top_p, sum);
-            float share = (float)((double)(sum - target) / (double)vocab) * 0x1p-40f;
-            if (share > 1e-30f) bound = tb_logf(share) - 1e-3f;
-        }
-        if (use_min) {
-            float lowest = sampling->min_p > 1e-30f ? tb_logf(sampling->min_p) - 1e-3f : -INFINITY;
-            bound = lowest > bound ? lowest : bound;
-        }
-    }
-    int32_t n = collect(&s, x, vocab, top, temperature, bound);
-    ops->exps(s.e, s.z, n);
-    if (k) n = keep_prefix(&s, n, (uint64_t)k, 1);
-    if (use_p) {
-        if (k) target = top_p_target(sampling->top_p, total(&s, n));
-        n = keep_prefix(&s, n, target, 0);
-    }
-    if (use_min) {
-        int32_t kept = 0;
-        for (int32_t i = 0; i < n; i++)
-            if (s.e[i] >= sampling->min_p) keep(&s, kept++, i);
-        n = kept;
-    }
+    int32_t n = filter(&s, ops, x, vocab, top, sampling);
     int32_t drawn = draw(&s, ops, n, sampling->seed, position);
     *token = s.id[drawn];
     if (confidence) *confidence = probability(s.e[drawn], total(&s, n));
