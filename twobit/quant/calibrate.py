@@ -246,7 +246,7 @@ class Activations:
     ) -> dict[str, torch.Tensor]:
         """Sends everything through layer `index`; returns {part: Hessian [cols, cols] fp32} for the parts of SHARED.
 
-        Only the upper triangle of a Hessian is filled. CalibrationError names the layer where a value is not finite.
+        CalibrationError names the layer where a value is not finite.
         """
         sums: dict[str, torch.Tensor] = {}
         for chunk in self._chunks:
@@ -259,6 +259,8 @@ class Activations:
                 job.result()
             if hessians:
                 self._add(sums, inputs)
+        for total in sums.values():
+            _mirror(total)
         return sums
 
     def head(self, norm: torch.Tensor) -> torch.Tensor:
@@ -269,6 +271,7 @@ class Activations:
             self._check(inputs, "the final norm")
             self._add(sums, inputs)
         self._states.clear()
+        _mirror(sums["head"])
         return sums["head"]
 
     def _one(
@@ -333,6 +336,15 @@ def _add_panel(total: torch.Tensor, x: torch.Tensor, first: int) -> None:
     """Rows [first, first + PANEL) of the upper triangle of total += x^T x."""
     end = min(first + PANEL, total.shape[0])
     total[first:end, first:].addmm_(x[:, first:end].T, x[:, first:])
+
+
+def _mirror(total: torch.Tensor) -> None:
+    """Fills the lower triangle from the upper one."""
+    for first in range(0, total.shape[0], PANEL):
+        end = min(first + PANEL, total.shape[0])
+        total[end:, first:end] = total[first:end, end:].T
+        block = total[first:end, first:end]
+        block.copy_(block.triu() + block.triu(1).T)
 
 
 def _chunks(lengths: Sequence[int]) -> list[list[int]]:

@@ -526,11 +526,10 @@ class _Run:
             rounded = self._round(spec, weight, factor, bits)
             own = float(weight.square().sum(dtype=_float64()))
             energy += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
-            matrix = _matrix(rounded, bits)
             layout.check_rows(
-                spec.module, matrix.row_scale, matrix.row_a, matrix.row_b, bits.draft, bits.residual, bits.wide
+                spec.module, rounded.row_scale, rounded.row_a, rounded.row_b, bits.draft, bits.residual, bits.wide
             )
-            for name, plane in layout.pack(matrix).items():
+            for name, plane in layout.pack(rounded).items():
                 parts.setdefault(name, []).append(plane)
         planes = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
         packed = PackedTensor.from_planes(planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide)
@@ -579,21 +578,5 @@ def _float64() -> Any:
     return torch.float64
 
 
-def _matrix(rounded: Rounded, bits: Bits) -> layout.Matrix:
-    return layout.Matrix(
-        bits.draft,
-        bits.residual,
-        bits.group,
-        rounded.codes,
-        rounded.s,
-        rounded.m,
-        rounded.row_scale,
-        rounded.row_a,
-        rounded.row_b,
-        rounded.residual,
-        rounded.f,
-    )
-
-
 def _pack(rounded: Rounded, bits: Bits, name: str) -> PackedTensor:
-    return PackedTensor.matrix(_matrix(rounded, bits), wide=bits.wide, name=name)
+    return PackedTensor.matrix(rounded, wide=bits.wide, name=name)
