@@ -111,7 +111,8 @@ static void random_matrix(tb_matrix *w, int32_t rows, int32_t cols, int b, int r
         const int32_t ai = (int32_t)any(8) ? room / (15 * top) : (int32_t)any((uint32_t)(room / (15 * top) + 1));
         int32_t bi = (left - 15 * top * ai) / 8;
         bi = bi > 127 ? 127 : bi;
-        a[i] = (uint8_t)(ai > 255 ? 255 : ai);
+        const int h = b == 2 ? (wide ? 3 : 1) : b == 3 ? (wide ? 2 : 0) : wide;    /* FORMAT.md: A = 2^h a, a <= 17 */
+        a[i] = (uint8_t)((ai >> h > 17 ? 17 : ai >> h) << h);
         centre[i] = (int8_t)((int32_t)any((uint32_t)(2 * bi + 1)) - bi);
         u[i] = 1e-5f * (1 + (float)any(1000) * 1e-3f);
         if (bias)
@@ -276,8 +277,7 @@ static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int
 
 static int check(void)
 {
-    static const int formats[][3] = { { 2, 4, 0 }, { 2, 6, 0 }, { 2, 8, 1 }, { 3, 4, 0 }, { 3, 6, 0 }, { 3, 8, 1 }, { 4, 4, 0 }, { 4, 6, 1 },
-                                      { 4, 8, 1 }, { 2, 6, 1 }, { 2, 4, 1 }, { 3, 6, 1 } };
+    static const int formats[][3] = { { 2, 6, 0 }, { 2, 8, 1 }, { 3, 6, 0 }, { 3, 8, 1 }, { 4, 4, 0 }, { 4, 6, 1 } };
     static const int tokens[] = { 1, 2, 3, 4, 5, 7, 8, 17 };
     double worst = 0;
     int n = 0;

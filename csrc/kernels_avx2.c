@@ -1,12 +1,12 @@
 /* kernels_avx2.c - the matrix kernels in AVX2, FMA.
  *
- * A dword lane is a row: a register holds 8 rows x 4 columns of bytes ("half" of a unit's 16 rows), activations are
- * broadcast four columns at a time, and nothing is summed across lanes. Three kernels, all exact integers per group:
+ * A dword lane is a row: 8 rows x 16 columns ("half a unit") are two registers of codes at most, activations are
+ * broadcast four columns at a time, and nothing is summed across lanes but once per group. All exact integers:
  *
- *   draft        c x with int8 activations: vpmaddubsw over a unit, then vpmaddwd with the row's step 2 A s.
- *   verify, one  the same for c and for the residual, with x = 128 xh + xl, both int8. A weight is never rebuilt.
- *   verify, many q is rebuilt as int16, once per 128 tokens, into 4 KB of scratch (16 rows x one group);
- *                vpmaddwd + vpaddd from there for tiles of up to four tokens.
+ *   draft    c x with int8 activations: vpmaddubsw over a unit, then vpmaddwd with the row's step 2 A s.
+ *   verify   q rebuilt as int16 by one vpmaddubsw per 16 weights: the bytes (a s, f) times the bytes (2^(h+1) c, r),
+ *            A = 2^h a (FORMAT.md has a s fit a byte for this), then vpmaddwd with int16 activations. Up to four tokens
+ *            use q as it is made; more read it from 4 KB of scratch (16 rows x one group), made once per 128 tokens.
  *
  * What the codes' zero points and B m contribute is one integer per row and unit,
  *   K = B m - (2^b - 1) A s - 2^(R-1) f,   times the sum of x over the unit.
@@ -80,23 +80,25 @@ INLINE __m256i field(int bits, const uint8_t *p, int h, int j)
     return v;
 }
 
-/* Constants of 8 rows, as pairs of equal words: 2 A, (2^b - 1) A, B. */
-typedef struct rows { __m256i a2, an, b; } rows;
+/* Constants of 8 rows, as pairs of equal words: what s is multiplied with, (2^b - 1) A, B. */
+typedef struct rows { __m256i step, an, b; } rows;
 
 INLINE __m256i pairs(__m256i dwords)
 {
     return _mm256_blend_epi16(dwords, _mm256_slli_epi32(dwords, 16), 0xaa);
 }
 
-INLINE rows load_rows(const tb_matrix *w, int bits, int32_t row)
+/* Steps are 2 A s, or A s / 2^shift where a shift is given. */
+INLINE rows load_rows(const tb_matrix *w, int bits, int shift, int32_t row)
 {
     const __m256i a = pairs(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(w->row_a + row))));
     const __m256i b = pairs(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(w->row_b + row))));
-    return (rows){ _mm256_add_epi16(a, a), _mm256_mullo_epi16(a, words((1 << bits) - 1)), b };
+    const __m256i step = shift < 0 ? _mm256_add_epi16(a, a) : _mm256_srli_epi16(a, shift);
+    return (rows){ step, _mm256_mullo_epi16(a, words((1 << bits) - 1)), b };
 }
 
 /* Scales of 8 rows over one quad, as words: [0] of units 0 and 2, [1] of units 1 and 3. */
-typedef struct quad { __m256i step[2], f[2], k[2]; } quad;    /* 2 A s, f, K */
+typedef struct quad { __m256i step[2], f[2], k[2]; } quad;    /* step, f, K */
 
 INLINE quad draft_quad(const uint8_t *record, int h, const rows *r)
 {
@@ -104,14 +106,15 @@ INLINE quad draft_quad(const uint8_t *record, int h, const rows *r)
     const __m256i s0 = _mm256_and_si256(x, low), s1 = _mm256_and_si256(_mm256_srli_epi16(x, 8), low);
     const __m256i m0 = _mm256_srai_epi16(_mm256_slli_epi16(m, 8), 12), m1 = _mm256_srai_epi16(m, 12);
     quad q;
-    q.step[0] = _mm256_mullo_epi16(s0, r->a2);
-    q.step[1] = _mm256_mullo_epi16(s1, r->a2);
+    q.step[0] = _mm256_mullo_epi16(s0, r->step);
+    q.step[1] = _mm256_mullo_epi16(s1, r->step);
     q.k[0] = _mm256_sub_epi16(_mm256_mullo_epi16(m0, r->b), _mm256_mullo_epi16(s0, r->an));
     q.k[1] = _mm256_sub_epi16(_mm256_mullo_epi16(m1, r->b), _mm256_mullo_epi16(s1, r->an));
     q.f[0] = q.f[1] = _mm256_setzero_si256();
     return q;
 }
 
+/* Here step holds the bytes (a s, f). */
 INLINE quad verify_quad(const uint8_t *record, const uint8_t *residual, int group, int bits, int h, const rows *r)
 {
     quad q = draft_quad(record, h, r);
@@ -127,8 +130,11 @@ INLINE quad verify_quad(const uint8_t *record, const uint8_t *residual, int grou
         const __m256i f = pairs(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(residual + 8 * h))));
         q.f[0] = q.f[1] = _mm256_and_si256(_mm256_blend_epi16(f, _mm256_srli_epi16(f, 4), 0xaa), low);
     }
-    q.k[0] = _mm256_sub_epi16(q.k[0], _mm256_slli_epi16(q.f[0], bits - 1));
-    q.k[1] = _mm256_sub_epi16(q.k[1], _mm256_slli_epi16(q.f[1], bits - 1));
+    for (int i = 0; i < 2; i++) {
+        if (bits < 8)    /* 8-bit codes become signed instead */
+            q.k[i] = _mm256_sub_epi16(q.k[i], _mm256_slli_epi16(q.f[i], bits - 1));
+        q.step[i] = _mm256_or_si256(q.step[i], _mm256_slli_epi16(q.f[i], 8));
+    }
     return q;
 }
 
@@ -140,13 +146,21 @@ INLINE __m256i of_unit(const __m256i v[2], int u)
     return _mm256_shuffle_epi8(v[u % 2], _mm256_add_epi8(u < 2 ? first : second, lane));
 }
 
+/* The word of unit u of a quad, four times over: of rows 0 1 4 5 (pair 0) or 2 3 6 7 (pair 1) of the 8. */
+INLINE __m256i of_rows(const __m256i v[2], int u, int pair)
+{
+    const int64_t at = 0x0100010001000100 + (u < 2 ? 0 : 0x0202020202020202) + (pair ? 0x0808080808080808 : 0);
+    const int64_t next = at + 0x0404040404040404;
+    return _mm256_shuffle_epi8(v[u % 2], _mm256_setr_epi64x(at, next, at, next));
+}
+
 /* ---- activations ----
  *
  * A record (one token, one group), `sums` at 2 * group:
  *   ACT8          int8 [group] in column order; sums: per quad, words X0 X2 X1 X3, the sums of x over its units
- *   ACT16, m = 1  per unit int8 xl [16], xh [16], x = 128 xh + xl; sums: per quad Xl0 Xl2 Xl1 Xl3 Xh0 Xh2 Xh1 Xh3
- *   ACT16, m > 1  int16 [group], each four columns in the order 0 2 1 3 (even and odd bytes of the codes) */
+ *   ACT16         int16 [group] in column order; sums X = 128 Xh + Xl: per quad, words Xl0 Xl2 Xl1 Xl3 Xh0 Xh2 Xh1 Xh3 */
 
+/* X0 .. X3 as int32. */
 INLINE __m128i unit_sums(const int16_t *x)
 {
     const __m256i one = words(1);
@@ -154,14 +168,19 @@ INLINE __m128i unit_sums(const int16_t *x)
     for (int u = 0; u < 4; u++)
         s[u] = _mm256_madd_epi16(load(x + 16 * u), one);
     s[0] = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
-    const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(s[0]), _mm256_extracti128_si256(s[0], 1));
-    return _mm_shuffle_epi8(sum, _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+    return _mm_add_epi32(_mm256_castsi256_si128(s[0]), _mm256_extracti128_si256(s[0], 1));
 }
 
 /* x[0..31] as int8, in order. */
 INLINE void store_bytes(int8_t *out, __m256i lo, __m256i hi)
 {
     store(out, _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8));
+}
+
+/* Words of units 0 2 1 3, of a then of b. */
+INLINE __m128i in_pairs(__m128i a, __m128i b)
+{
+    return _mm_shufflehi_epi16(_mm_shufflelo_epi16(_mm_packs_epi32(a, b), 0xd8), 0xd8);
 }
 
 static void finish_record(const tb_act *a, const int16_t *x, uint8_t *record)
@@ -171,24 +190,14 @@ static void finish_record(const tb_act *a, const int16_t *x, uint8_t *record)
         for (int32_t k = 0; k < a->group; k += 32)
             store_bytes((int8_t *)record + k, load(x + k), load(x + k + 16));
         for (int32_t k = 0; k < a->group; k += 64, sums += 8)
-            _mm_storel_epi64((void *)sums, unit_sums(x + k));
-    } else if (a->m == 1) {
-        int16_t part[2][128];
-        for (int32_t k = 0; k < a->group; k += 16) {
-            const __m256i v = load(x + k), half = words(64);
-            const __m256i xl = _mm256_sub_epi16(_mm256_and_si256(_mm256_add_epi16(v, half), words(127)), half);
-            store(part[0] + k, xl);
-            store(part[1] + k, _mm256_srai_epi16(_mm256_sub_epi16(v, xl), 7));
-        }
-        for (int32_t k = 0; k < a->group; k += 16)
-            store_bytes((int8_t *)record + 2 * k, load(part[0] + k), load(part[1] + k));
-        for (int32_t k = 0; k < a->group; k += 64, sums += 16) {
-            _mm_storel_epi64((void *)sums, unit_sums(part[0] + k));
-            _mm_storel_epi64((void *)(sums + 8), unit_sums(part[1] + k));
-        }
+            _mm_storel_epi64((void *)sums, in_pairs(unit_sums(x + k), _mm_setzero_si128()));
     } else {
-        for (int32_t k = 0; k < a->group; k += 16)
-            store(record + 2 * k, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(load(x + k), 0xd8), 0xd8));
+        memcpy(record, x, 2 * (size_t)a->group);
+        for (int32_t k = 0; k < a->group; k += 64, sums += 16) {
+            const __m128i sum = unit_sums(x + k), half = _mm_set1_epi32(64);
+            const __m128i low = _mm_sub_epi32(_mm_and_si128(_mm_add_epi32(sum, half), _mm_set1_epi32(127)), half);
+            _mm_storeu_si128((void *)sums, in_pairs(low, _mm_srai_epi32(_mm_sub_epi32(sum, low), 7)));
+        }
     }
 }
 
@@ -359,7 +368,7 @@ INLINE void draft_half(int bits, int tokens, const uint8_t *codes, const uint8_t
 
 INLINE void draft_block(const tb_matrix *w, const tb_act *a, int bits, int tokens, int32_t t0, int32_t block, float *y, ptrdiff_t ldy)
 {
-    const rows r[2] = { load_rows(w, bits, 16 * block), load_rows(w, bits, 16 * block + 8) };
+    const rows r[2] = { load_rows(w, bits, -1, 16 * block), load_rows(w, bits, -1, 16 * block + 8) };
     place p = block_at(w, bits, 0, block);
     sums acc[4];
     for (int t = 0; t < tokens; t++)
@@ -403,106 +412,147 @@ INLINE void draft(const tb_matrix *w, const tb_act *a, int bits, float *y, ptrdi
             }
 }
 
-/* ---- verify, one token ---- */
+/* ---- verify ---- */
 
-INLINE void verify_half(int bits, int rbits, const place *p, int group, const rows *r, int h, int units,
-                        const uint8_t *x, const uint8_t *sums_at, __m256i acc[2])
+/* h of FORMAT.md: A is a multiple of 2^h, and A / 2^h at most 17. */
+INLINE int shift_of(int bits, int rbits)
 {
-    __m256i lo = acc[0], hi = acc[1];
+    const int wide = rbits == 8 || (bits == 4 && rbits == 6);
+    return bits == 2 ? (wide ? 3 : 1) : bits == 3 ? (wide ? 2 : 0) : wide;
+}
+
+/* Draft codes of columns 4 j .. 4 j + 3, times 2^(h+1). */
+INLINE __m256i scaled_field(int bits, int by, const uint8_t *p, int h, int j)
+{
+    if (bits == 3)
+        return _mm256_slli_epi16(field(3, p, h, j), by);
+    const int from = bits == 2 ? 2 * j : 4 * (j % 2);
+    const __m256i v = load(p + 32 * h + (bits == 2 ? 0 : 64 * (j / 2))), mask = bytes(((1 << bits) - 1) << by);
+    return _mm256_and_si256(by > from ? _mm256_slli_epi16(v, by - from) : by < from ? _mm256_srli_epi16(v, from - by) : v, mask);
+}
+
+/* q - K of columns 4 j .. 4 j + 3 of half a unit: v[0] of rows 0 1 4 5, v[1] of rows 2 3 6 7, four words a row. */
+INLINE void rebuild_columns(int bits, int rbits, const place *p, int u, int h, int j, __m256i scale0, __m256i scale1, __m256i v[2])
+{
+    const __m256i c = scaled_field(bits, shift_of(bits, rbits) + 1, p->codes + 32 * bits * u, h, j);
+    __m256i r = field(rbits, p->residual + 32 * rbits * u, h, j);
+    if (rbits == 8)
+        r = _mm256_xor_si256(r, bytes(-128));
+    v[0] = _mm256_maddubs_epi16(scale0, _mm256_unpacklo_epi8(c, r));
+    v[1] = _mm256_maddubs_epi16(scale1, _mm256_unpackhi_epi8(c, r));
+}
+
+INLINE __m256i broadcast4(const void *p)
+{
+    int64_t v;
+    memcpy(&v, p, sizeof v);
+    return _mm256_set1_epi64x(v);
+}
+
+INLINE void next_quad(int bits, int rbits, int group, place *p)
+{
+    p->codes += 128 * bits;
+    p->residual += 128 * rbits;
+    p->scales += 64;
+    p->factors += group == 32 ? 16 : 32;
+}
+
+/* Half a quad times up to four tokens. K goes through the unit sums for one or two tokens, else into q. */
+INLINE void verify_half(int bits, int rbits, int tokens, const place *p, int group, const rows *r, int h, int units,
+                        const uint8_t *x, ptrdiff_t ldr, const uint8_t *sums_at, __m256i dot[4][2], __m256i k[2][2])
+{
     const quad q = verify_quad(p->scales, p->factors, group, rbits, h, r);
-    AGAIN(sums_at);
     UNROLL
     for (int u = 0; u < 4; u++) {
         if (u >= units)
             continue;
-        __m256i sum[4];
-        const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u);
-        AGAIN(x);
+        const __m256i scale0 = of_rows(q.step, u, 0), scale1 = of_rows(q.step, u, 1);
+        const __m256i k0 = of_rows(q.k, u, 0), k1 = of_rows(q.k, u, 1);
         UNROLL
         for (int j = 0; j < 4; j++) {
-            __m256i xl = broadcast(x + 32 * u + 4 * j), xh = broadcast(x + 32 * u + 16 + 4 * j);
-            KEEP(xl);
-            KEEP(xh);
-            const __m256i c = field(bits, p->codes + 32 * bits * u, h, j), v = field(rbits, p->residual + 32 * rbits * u, h, j);
-            mac_bytes(&sum[0], c, xl, j);
-            mac_bytes(&sum[1], c, xh, j);
-            if (rbits < 8) {
-                mac_bytes(&sum[2], v, xl, j);
-                mac_bytes(&sum[3], v, xh, j);
-            } else {    /* only the sum of two products of 8-bit codes fits int16 */
-                lo = mac(lo, _mm256_maddubs_epi16(v, xl), f);
-                hi = mac(hi, _mm256_maddubs_epi16(v, xh), f);
+            __m256i v[2];
+            rebuild_columns(bits, rbits, p, u, h, j, scale0, scale1, v);
+            if (tokens > 2) {
+                v[0] = _mm256_add_epi16(v[0], k0);
+                v[1] = _mm256_add_epi16(v[1], k1);
+            }
+            KEEP(v[0]);
+            KEEP(v[1]);
+            for (int t = 0; t < tokens; t++) {
+                __m256i xt = broadcast4(x + t * ldr + 32 * u + 8 * j);
+                KEEP(xt);
+                dot[t][0] = mac(dot[t][0], v[0], xt);
+                dot[t][1] = mac(dot[t][1], v[1], xt);
             }
         }
-        lo = mac(lo, sum[0], step);
-        hi = mac(hi, sum[1], step);
-        if (rbits < 8) {
-            lo = mac(lo, sum[2], f);
-            hi = mac(hi, sum[3], f);
+    }
+    for (int t = 0; t < tokens && tokens <= 2; t++)
+        for (int i = 0; i < 2; i++) {
+            k[t][0] = mac(k[t][0], q.k[i], broadcast(sums_at + t * ldr + 4 * i));
+            k[t][1] = mac(k[t][1], q.k[i], broadcast(sums_at + t * ldr + 8 + 4 * i));
         }
-    }
-    for (int i = 0; i < 2; i++) {
-        lo = mac(lo, q.k[i], broadcast(sums_at + 4 * i));
-        hi = mac(hi, q.k[i], broadcast(sums_at + 8 + 4 * i));
-    }
-    acc[0] = lo;
-    acc[1] = hi;
 }
 
-INLINE void verify_one(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, int32_t b0, int32_t b1)
+/* One block times tokens t0 .. t0 + tokens - 1. */
+INLINE void verify_block(const tb_matrix *w, const tb_act *a, int bits, int rbits, int tokens, int32_t t0, int32_t b, float *y, ptrdiff_t ldy)
 {
-    const int group = w->residual_group, columns = a->group;
-    for (int32_t b = b0; b < b1; b++) {
-        const rows r[2] = { load_rows(w, bits, 16 * b), load_rows(w, bits, 16 * b + 8) };
-        place p = block_at(w, bits, rbits, b);
-        sums acc = { { _mm256_setzero_ps(), _mm256_setzero_ps() } };
-        for (int32_t g = 0; g < a->groups; g++) {
-            const uint8_t *x = a->data + g * a->record, *sums_at = x + 2 * columns;
-            __m256i dot[2][2];
-            dot[0][0] = dot[0][1] = dot[1][0] = dot[1][1] = _mm256_setzero_si256();
-            for (int left = smaller(columns / 16, p.units - columns / 16 * g); left > 0; left -= 4) {
-                fetch(p.residual, 4, 2 * rbits);
-                for (int h = 0; h < 2; h++)
-                    verify_half(bits, rbits, &p, group, &r[h], h, left, x, sums_at, dot[h]);
-                p.codes += 128 * bits;
-                p.residual += 128 * rbits;
-                p.scales += 64;
-                p.factors += group == 32 ? 16 : 32;
+    const int group = w->residual_group, columns = a->group, shift = shift_of(bits, rbits);
+    const rows r[2] = { load_rows(w, bits, shift, 16 * b), load_rows(w, bits, shift, 16 * b + 8) };
+    place p = block_at(w, bits, rbits, b);
+    sums acc[4];
+    for (int t = 0; t < tokens; t++)
+        acc[t].lane[0] = acc[t].lane[1] = _mm256_setzero_ps();
+    for (int32_t g = 0; g < a->groups; g++) {
+        const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
+        const int units = smaller(columns / 16, p.units - columns / 16 * g);
+        place end = p;
+        for (int h = 0; h < 2; h++) {
+            const uint8_t *x = a->data + at * (size_t)a->record, *sums_at = x + 2 * columns;
+            __m256i dot[4][2], k[2][2];
+            for (int t = 0; t < tokens; t++)
+                dot[t][0] = dot[t][1] = _mm256_setzero_si256();
+            k[0][0] = k[0][1] = k[1][0] = k[1][1] = _mm256_setzero_si256();
+            end = p;
+            for (int left = units; left > 0; left -= 4) {
+                if (!h)
+                    fetch(end.residual, 4, 2 * rbits);
+                verify_half(bits, rbits, tokens, &end, group, &r[h], h, left, x, a->record, sums_at, dot, k);
+                next_quad(bits, rbits, group, &end);
                 x += 128;
                 sums_at += 16;
             }
-            for (int h = 0; h < 2; h++) {
-                const __m256i sum = _mm256_add_epi32(dot[h][0], _mm256_slli_epi32(dot[h][1], 7));
-                acc.lane[h] = add_group(acc.lane[h], sum, a->scale[g]);
+            for (int t = 0; t < tokens; t++) {
+                __m256i sum = _mm256_hadd_epi32(dot[t][0], dot[t][1]);
+                if (tokens <= 2)
+                    sum = _mm256_add_epi32(sum, _mm256_add_epi32(k[t][0], _mm256_slli_epi32(k[t][1], 7)));
+                acc[t].lane[h] = add_group(acc[t].lane[h], sum, a->scale[at + (size_t)t]);
             }
         }
-        store_block(w, b, &acc, y);
+        p = end;
     }
+    for (int t = 0; t < tokens; t++)
+        store_block(w, b, &acc[t], y + (t0 + t) * ldy);
 }
 
-/* ---- verify, many tokens ---- */
-
-/* q of one group of a block as int16, in the order that multiply reads: [unit][j][even, odd columns][half][8 rows x 2]. */
+/* q of one group of a block as int16, in the order that multiply reads: [half][unit][j][8 rows x 4 columns]. */
 INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], int units, int16_t *out)
 {
-    const __m256i even = words(255);
-    for (; units > 0; units -= 4) {
+    for (int left = units; left > 0; left -= 4) {
         for (int h = 0; h < 2; h++) {
             const quad q = verify_quad(p->scales, p->factors, group, rbits, h, &r[h]);
             UNROLL
             for (int u = 0; u < 4; u++) {
-                if (u >= units)
+                if (u >= left)
                     continue;
-                const __m256i step = of_unit(q.step, u), f = of_unit(q.f, u), k = of_unit(q.k, u);
-                const __m256i f1 = _mm256_slli_epi16(f, 8);    /* as bytes f is (f, 0), f1 is (0, f) */
+                const __m256i scale0 = of_rows(q.step, u, 0), scale1 = of_rows(q.step, u, 1);
+                const __m256i k0 = of_rows(q.k, u, 0), k1 = of_rows(q.k, u, 1);
                 UNROLL
                 for (int j = 0; j < 4; j++) {
-                    const __m256i c = field(bits, p->codes + 32 * bits * u, h, j), v = field(rbits, p->residual + 32 * rbits * u, h, j);
-                    const __m256i q0 = _mm256_mullo_epi16(_mm256_and_si256(c, even), step);
-                    const __m256i q1 = _mm256_mullo_epi16(_mm256_srli_epi16(c, 8), step);
-                    int16_t *at = out + 256 * u + 64 * j + 16 * h;
-                    store(at, _mm256_add_epi16(_mm256_add_epi16(q0, k), _mm256_maddubs_epi16(v, f)));
-                    store(at + 32, _mm256_add_epi16(_mm256_add_epi16(q1, k), _mm256_maddubs_epi16(v, f1)));
+                    __m256i v[2];
+                    int16_t *at = out + 1024 * h + 128 * u + 32 * j;
+                    rebuild_columns(bits, rbits, p, u, h, j, scale0, scale1, v);
+                    store(at, _mm256_add_epi16(v[0], k0));
+                    store(at + 16, _mm256_add_epi16(v[1], k1));
                 }
             }
         }
@@ -510,36 +560,35 @@ INLINE void rebuild(int bits, int rbits, place *p, int group, const rows r[2], i
         fetch(p->residual, 4, 2 * rbits);
         fetch(p->scales, 4, 1);
         fetch(p->factors, 4, 1);
-        p->codes += 128 * bits;
-        p->residual += 128 * rbits;
-        p->scales += 64;
-        p->factors += group == 32 ? 16 : 32;
-        out += 1024;
+        next_quad(bits, rbits, group, p);
+        out += 512;
     }
 }
 
 /* One group of a block times `tokens` tokens. */
 INLINE void multiply_tile(int tokens, const int16_t *q, int units, const uint8_t *x, ptrdiff_t ldr, const float *scale, sums *acc)
 {
-    __m256i dot[4][2];
-    for (int t = 0; t < tokens; t++)
-        dot[t][0] = dot[t][1] = _mm256_setzero_si256();
-    for (int u = 0; u < units; u++)
-        UNROLL
-        for (int s = 0; s < 8; s++) {
-            __m256i q0 = load(q + 256 * u + 32 * s), q1 = load(q + 256 * u + 32 * s + 16);
-            KEEP(q0);
-            KEEP(q1);
-            for (int t = 0; t < tokens; t++) {
-                __m256i v = broadcast(x + t * ldr + 32 * u + 4 * s);
-                KEEP(v);
-                dot[t][0] = mac(dot[t][0], q0, v);
-                dot[t][1] = mac(dot[t][1], q1, v);
+    for (int h = 0; h < 2; h++) {
+        __m256i dot[4][2];
+        for (int t = 0; t < tokens; t++)
+            dot[t][0] = dot[t][1] = _mm256_setzero_si256();
+        for (int u = 0; u < units; u++)
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+                const int16_t *at = q + 1024 * h + 128 * u + 32 * j;
+                __m256i q0 = load(at), q1 = load(at + 16);
+                KEEP(q0);
+                KEEP(q1);
+                for (int t = 0; t < tokens; t++) {
+                    __m256i v = broadcast4(x + t * ldr + 32 * u + 8 * j);
+                    KEEP(v);
+                    dot[t][0] = mac(dot[t][0], q0, v);
+                    dot[t][1] = mac(dot[t][1], q1, v);
+                }
             }
-        }
-    for (int t = 0; t < tokens; t++)
-        for (int h = 0; h < 2; h++)
-            acc[t].lane[h] = add_group(acc[t].lane[h], dot[t][h], scale[t]);
+        for (int t = 0; t < tokens; t++)
+            acc[t].lane[h] = add_group(acc[t].lane[h], _mm256_hadd_epi32(dot[t][0], dot[t][1]), scale[t]);
+    }
 }
 
 static __attribute__((noinline)) void multiply(int tokens, const int16_t *q, int units, const uint8_t *x, ptrdiff_t ldr,
@@ -555,29 +604,39 @@ static __attribute__((noinline)) void multiply(int tokens, const int16_t *q, int
     }
 }
 
-INLINE void verify_many(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
+INLINE void verify_many(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, ptrdiff_t ldy, int32_t b, void *scratch)
 {
-    const int group = w->residual_group, columns = a->group;
+    const int group = w->residual_group, columns = a->group, shift = shift_of(bits, rbits);
     sums *acc = scratch;
     int16_t *q = (int16_t *)(void *)(acc + CHUNK);
-    for (int32_t b = b0; b < b1; b++) {
-        const rows r[2] = { load_rows(w, bits, 16 * b), load_rows(w, bits, 16 * b + 8) };
-        for (int32_t t0 = 0; t0 < a->m; t0 += CHUNK) {
-            const int m = smaller(CHUNK, a->m - t0);
-            place p = block_at(w, bits, rbits, b);
-            for (int t = 0; t < m; t++)
-                acc[t].lane[0] = acc[t].lane[1] = _mm256_setzero_ps();
-            for (int32_t g = 0; g < a->groups; g++) {
-                const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
-                const uint8_t *x = a->data + at * (size_t)a->record;
-                const int units = smaller(columns / 16, p.units - columns / 16 * g);
-                rebuild(bits, rbits, &p, group, r, units, q);
-                multiply(m, q, units, x, a->record, a->scale + at, acc);
-            }
-            for (int t = 0; t < m; t++)
-                store_block(w, b, &acc[t], y + (t0 + t) * ldy);
+    const rows r[2] = { load_rows(w, bits, shift, 16 * b), load_rows(w, bits, shift, 16 * b + 8) };
+    for (int32_t t0 = 0; t0 < a->m; t0 += CHUNK) {
+        const int m = smaller(CHUNK, a->m - t0);
+        place p = block_at(w, bits, rbits, b);
+        for (int t = 0; t < m; t++)
+            acc[t].lane[0] = acc[t].lane[1] = _mm256_setzero_ps();
+        for (int32_t g = 0; g < a->groups; g++) {
+            const size_t at = (size_t)g * (size_t)a->m + (size_t)t0;
+            const uint8_t *x = a->data + at * (size_t)a->record;
+            const int units = smaller(columns / 16, p.units - columns / 16 * g);
+            rebuild(bits, rbits, &p, group, r, units, q);
+            multiply(m, q, units, x, a->record, a->scale + at, acc);
         }
+        for (int t = 0; t < m; t++)
+            store_block(w, b, &acc[t], y + (t0 + t) * ldy);
     }
+}
+
+INLINE void verify(const tb_matrix *w, const tb_act *a, int bits, int rbits, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
+{
+    for (int32_t b = b0; b < b1; b++)
+        switch (a->m) {
+        case 1: verify_block(w, a, bits, rbits, 1, 0, b, y, ldy); break;
+        case 2: verify_block(w, a, bits, rbits, 2, 0, b, y, ldy); break;
+        case 3: verify_block(w, a, bits, rbits, 3, 0, b, y, ldy); break;
+        case 4: verify_block(w, a, bits, rbits, 4, 0, b, y, ldy); break;
+        default: verify_many(w, a, bits, rbits, y, ldy, b, scratch); break;
+        }
 }
 
 /* ---- one function per format: smaller ones compile faster ---- */
@@ -593,28 +652,22 @@ typedef void product(const tb_matrix *w, const tb_act *a, float *y, ptrdiff_t ld
 #define VERIFY(b, r)                                                                                                              \
     static void verify_##b##r(const tb_matrix *w, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch) \
     {                                                                                                                             \
-        if (a->m == 1)                                                                                                            \
-            verify_one(w, a, b, r, y, b0, b1);                                                                                    \
-        else                                                                                                                      \
-            verify_many(w, a, b, r, y, ldy, b0, b1, scratch);                                                                     \
+        verify(w, a, b, r, y, ldy, b0, b1, scratch);                                                                              \
     }
 DRAFT(2)
 DRAFT(3)
 DRAFT(4)
-VERIFY(2, 4)
 VERIFY(2, 6)
 VERIFY(2, 8)
-VERIFY(3, 4)
 VERIFY(3, 6)
 VERIFY(3, 8)
 VERIFY(4, 4)
 VERIFY(4, 6)
-VERIFY(4, 8)
 
 static void matmul(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
 {
     static product *const drafts[] = { draft_2, draft_3, draft_4 };
-    static product *const verifies[][3] = { { verify_24, verify_26, verify_28 }, { verify_34, verify_36, verify_38 }, { verify_44, verify_46, verify_48 } };
+    static product *const verifies[][3] = { { NULL, verify_26, verify_28 }, { NULL, verify_36, verify_38 }, { verify_44, verify_46, NULL } };
     product *f = op == TB_DRAFT ? drafts[w->draft_bits - 2] : verifies[w->draft_bits - 2][w->residual_bits / 2 - 2];
     f(w, a, y, ldy, b0, b1, scratch);
 }

@@ -43,10 +43,14 @@ static bool matrix_ok(const tb_matrix *w, int32_t cols)
 {
     if (w->rows < 1 || w->cols != cols || w->draft_bits < 2 || w->draft_bits > 4)
         return false;
-    if (w->residual_bits != 0 && w->residual_bits != 4 && w->residual_bits != 6 && w->residual_bits != 8)
-        return false;
-    if (w->residual_bits && (!w->residual_codes || !w->residual_scales || (w->residual_group != 16 && w->residual_group != 32)))
-        return false;
+    if (w->residual_bits) {
+        const int kind = 10 * w->draft_bits + w->residual_bits;    /* the kinds of FORMAT.md and their ranges */
+        const int wide = kind == 28 || kind == 38 || kind == 46;
+        if ((!wide && kind != 26 && kind != 36 && kind != 44) || w->wide != wide)
+            return false;
+        if (!w->residual_codes || !w->residual_scales || (w->residual_group != 16 && w->residual_group != 32))
+            return false;
+    }
     return w->draft_codes && w->draft_scales && w->row_scale && w->row_a && w->row_b;
 }
 

@@ -24,9 +24,8 @@ from twobit.format import layout
 F32 = np.float32
 GUARD = 16
 DRAFT, VERIFY = 0, 1
-WIDE = {(2, 8), (3, 8), (4, 6), (4, 8)}  # combinations that do not fit the narrow range
 PLAIN = ["bench_kernels.c", "kernels_generic.c", "cpu.c"]
-FORMATS = [(b, r, wide) for b in (2, 3, 4) for r in (4, 6, 8) for wide in (False, True) if wide or (b, r) not in WIDE]
+FORMATS = [(b, r, kind.wide) for (b, r), kind in layout.KINDS.items()]
 
 
 def build(folder: Path, output: Path, linked: list[str], flags: list[str], sources: list[str]) -> None:
@@ -116,7 +115,8 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, b: int, r: int
         return np.where(rng.random(shape) < 0.5, plain, np.where(rng.random(shape) < 0.5, low, high))
 
     left = limit - 15 * half
-    a = np.minimum(extremes(0, left // (15 * top), rows), 255)
+    shift = layout.KINDS[b, r].shift
+    a = np.minimum(extremes(0, left // (15 * top), rows) >> shift, 17) << shift
     room = np.minimum((left - 15 * top * a) // 8, 127)
     matrix = layout.Matrix(
         draft_bits=b,

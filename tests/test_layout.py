@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twobit.errors import FormatError
 from twobit.format import layout
 
-KINDS = [(b, r, g) for b in layout.DRAFT_BITS for r in layout.RESIDUAL_BITS for g in layout.RESIDUAL_GROUPS]
+KINDS = [(b, r, g) for b, r in layout.KINDS for g in layout.RESIDUAL_GROUPS]
 SHAPES = [(1, 1), (16, 16), (16, 64), (17, 17), (33, 96), (5, 172), (64, 65), (331, 40), (48, 256)]
 
 
@@ -232,7 +232,7 @@ def test_pack_and_unpack_refuse_wrong_shapes() -> None:
         layout.unpack({**planes, "draft_codes": planes["draft_codes"][:-64]}, 20, 20, 2, 6, 16)
     with pytest.raises(FormatError, match="rows 3"):
         layout.unpack(planes, 20, 20, 2, 6, 16, (3, 21))
-    with pytest.raises(FormatError, match="draft bits 5"):
+    with pytest.raises(FormatError, match="5\\+6 draft"):
         layout.plane_sizes(20, 20, 5, 6, 16)
     object.__setattr__(w, "f", w.f[:, :1])
     with pytest.raises(FormatError, match="f is uint8"):
@@ -245,7 +245,12 @@ def test_range_check_names_the_row() -> None:
     with pytest.raises(FormatError, match=r"x\.q_proj: row 2 .* 2050, more than 2047 of the narrow range"):
         layout.check_rows("x.q_proj", u, a, b, 2, 6, wide=False)
     layout.check_rows("x.q_proj", u[:2], a[:2], b[:2], 2, 6, wide=False)
-    layout.check_rows("x.q_proj", u, a, b, 2, 8, wide=True)
+    layout.check_rows("x.q_proj", u, a & 0xF8, b, 2, 8, wide=True)
+    with pytest.raises(FormatError, match=r"row 0 has A = 33, which is not 2 times 0 to 17"):
+        layout.check_rows("x.q_proj", u, a - 1, b, 2, 6, wide=False)
+    with pytest.raises(FormatError, match=r"row 0 has A = 34, which is not 8 times 0 to 17"):
+        layout.check_rows("x.q_proj", u, a, b, 2, 8, wide=True)
+    a -= 2
     u[1] = np.nan
     with pytest.raises(FormatError, match="row 1 has scale nan"):
         layout.check_rows("x.q_proj", u, a, b, 2, 8, wide=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,25 @@ COLS = 16  # columns of a unit
 QUAD = 4  # units of a scale record
 ALIGN = 64  # bytes; every plane starts at a multiple and is padded to one
 
-DRAFT_BITS = (2, 3, 4)
-RESIDUAL_BITS = (4, 6, 8)
+
+
+class Kind(NamedTuple):
+    """What comes with a matrix's draft and residual bits: the range of its integers, and that A = 2^shift * a, a <= MAX_A."""
+
+    wide: bool
+    shift: int
+
+
+KINDS = {
+    (2, 6): Kind(False, 1),
+    (3, 6): Kind(False, 0),
+    (4, 4): Kind(False, 0),
+    (2, 8): Kind(True, 3),
+    (3, 8): Kind(True, 2),
+    (4, 6): Kind(True, 1),
+}
+"""(draft bits, residual bits) that exist."""
+MAX_A = 17  # a * s fits one byte
 RESIDUAL_GROUPS = (16, 32)
 DRAFT_PLANES = ("draft_codes", "draft_scales", "row_scale", "row_a", "row_b")
 RESIDUAL_PLANES = ("residual_codes", "residual_scales")
@@ -81,13 +98,11 @@ def padded(n: int) -> int:
 
 
 def _check_kind(draft_bits: int, residual_bits: int, residual_group: int) -> None:
-    for what, value, allowed in (
-        ("draft bits", draft_bits, DRAFT_BITS),
-        ("residual bits", residual_bits, RESIDUAL_BITS),
-        ("residual group", residual_group, RESIDUAL_GROUPS),
-    ):
-        if value not in allowed:
-            raise FormatError(f"{what} {value} is not one of {', '.join(map(str, allowed))}")
+    if (draft_bits, residual_bits) not in KINDS:
+        kinds = ", ".join(f"{b}+{r}" for b, r in KINDS)
+        raise FormatError(f"{draft_bits}+{residual_bits} draft + residual bits are not one of {kinds}")
+    if residual_group not in RESIDUAL_GROUPS:
+        raise FormatError(f"residual group {residual_group} is not one of {', '.join(map(str, RESIDUAL_GROUPS))}")
 
 
 def _used_sizes(rows: int, cols: int, draft_bits: int, residual_bits: int, residual_group: int) -> dict[str, int]:
@@ -421,6 +436,11 @@ def check_rows(
         row = int((bound > limit).argmax())
         kind = "wide" if wide else "narrow"
         raise FormatError(f"{name}: row {row} may reach |q| = {bound[row]}, more than {limit} of the {kind} range")
+    shift = KINDS[draft_bits, residual_bits].shift
+    bad = (row_a % (1 << shift) != 0) | (row_a >> shift > MAX_A)
+    if bad.any():
+        row = int(bad.argmax())
+        raise FormatError(f"{name}: row {row} has A = {row_a[row]}, which is not {1 << shift} times 0 to {MAX_A}")
 
 
 # -- input embedding ----------------------------------------------------------------------------------------

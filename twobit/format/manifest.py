@@ -313,12 +313,16 @@ class _Parser:
         bits: dict[str, Json] = {}
         if kind == "matrix":
             for key, allowed in (
-                ("draft_bits", layout.DRAFT_BITS),
-                ("residual_bits", layout.RESIDUAL_BITS),
+                ("draft_bits", tuple(sorted({b for b, _ in layout.KINDS}))),
+                ("residual_bits", tuple(sorted({r for _, r in layout.KINDS}))),
                 ("residual_group", layout.RESIDUAL_GROUPS),
                 ("range", RANGES),
             ):
                 bits[key] = self.one_of(where, value, key, allowed)
+            known = layout.KINDS.get((bits["draft_bits"], bits["residual_bits"]))
+            if known is None or bits["range"] != RANGES[known.wide]:
+                which = f"{bits['draft_bits']}+{bits['residual_bits']} {bits['range']}"
+                self.fail(f"{where}: there are no {which} matrices", QUANTIZE_AGAIN)
             self.one_of(where, value, "draft_kind", (DRAFT_KIND,))
             self.one_of(where, value, "residual_packing", (RESIDUAL_PACKING,))
             self.one_of(where, value, "leading_axis", (None,))

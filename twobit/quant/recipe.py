@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from twobit.errors import UsageError
+from twobit.format.layout import KINDS
 
-# draft bits + residual bits: whether |q| needs the wide range (FORMAT.md, "Range")
-KINDS = {(2, 6): False, (3, 6): False, (4, 4): False, (2, 8): True, (3, 8): True, (4, 6): True}
 _RULE = re.compile(r"(?P<pattern>.+)=(?P<draft>\d+)\+(?P<residual>\d+)", re.S)
 
 
@@ -29,7 +28,7 @@ class Bits:
     @property
     def wide(self) -> bool:
         """Whether the integers need the wide range."""
-        return KINDS[self.draft, self.residual]
+        return KINDS[self.draft, self.residual].wide
 
     def __str__(self) -> str:
         return f"{self.draft}+{self.residual}"

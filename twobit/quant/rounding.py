@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from twobit.errors import CalibrationError, CheckpointError
-from twobit.format.layout import COLS, DRAFT_BITS, Q_NARROW, Q_WIDE, RESIDUAL_BITS, RESIDUAL_GROUPS, Matrix, ceil_div
+from twobit.format.layout import COLS, KINDS, Q_NARROW, Q_WIDE, RESIDUAL_GROUPS, Matrix, ceil_div
 from twobit.runtime.lib import cpu_level, ffi, lib
 
 ROWS_PER_TASK = 32
@@ -171,12 +171,12 @@ def round_matrix(
 ) -> Rounded:
     """Round a matrix [rows, cols] fp32, given the Hessian of its inputs or its factor (`prepare`).
 
-    draft_bits 2, 3 or 4; residual_bits 4, 6 or 8; residual_group 16 or 32. The result does not depend on `threads`.
+    (draft_bits, residual_bits) is one of layout.KINDS; residual_group 16 or 32. The result does not depend on `threads`.
     `refine`: choose every group of the draft once more, given all others.
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.
     """
-    if draft_bits not in DRAFT_BITS or residual_bits not in RESIDUAL_BITS or residual_group not in RESIDUAL_GROUPS:
+    if (draft_bits, residual_bits) not in KINDS or residual_group not in RESIDUAL_GROUPS:
         raise ValueError(f"no lattice for {draft_bits}+{residual_bits} bits, groups of {residual_group}")
     factor = hessian if isinstance(hessian, Factor) else prepare(hessian, damping)
     array = weight.detach().numpy() if isinstance(weight, torch.Tensor) else weight
