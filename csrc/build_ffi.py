@@ -1,4 +1,4 @@
-"""Write the cffi glue for the C runtime: build_ffi.py OUT.c HEADER... (declarations between the headers' cdef marks)."""
+"""Write the cffi glue: build_ffi.py OUT.c HEADER... (what is declared between the headers' cdef marks)."""
 
 import re
 import sys

@@ -15,7 +15,13 @@ from twobit.runtime.session import Session, StepOptions
 
 GREEDY = Sampling()
 SAMPLED = Sampling(
-    temperature=0.8, top_p=0.9, repeat_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, repeat_last_n=64, seed=7
+    temperature=0.8,
+    top_p=0.9,
+    repeat_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repeat_last_n=64,
+    seed=7,
 )
 
 

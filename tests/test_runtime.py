@@ -35,8 +35,10 @@ def reference(model: Model, tokens: list[int], *, draft: bool) -> np.ndarray:
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
-    """Largest error over all positions, against the range of the logits. What remains between the two is activations and
-    keys that lie on the border between two codes: at most positions the error is 1e-7, at some one code more or less."""
+    """Largest error over all positions, against the range of the logits.
+
+    What remains between the two is activations and keys on the border between two codes: where none is, it is 1e-7.
+    """
     assert np.isfinite(found).all()
     error = np.abs(found - expected).max(-1) / (expected.max() - expected.min())
     assert error.max() <= tolerance, f"worst error {error.max():.2e} of the range at position {error.argmax()}"

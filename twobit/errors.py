@@ -1,4 +1,4 @@
-"""What can go wrong, by cause. Each error is one clear line that names the thing, and a hint that says what to do next."""
+"""What can go wrong, by cause. Each error is one line that names the thing, and a hint that says what to do next."""
 
 from __future__ import annotations
 

@@ -25,9 +25,8 @@ QUAD = 4  # units of a scale record
 ALIGN = 64  # bytes; every plane starts at a multiple and is padded to one
 
 
-
 class Kind(NamedTuple):
-    """What comes with a matrix's draft and residual bits: the range of its integers, and that A = 2^shift * a, a <= MAX_A."""
+    """What comes with a matrix's bits: the range of its integers, and that A = 2^shift * a with a <= MAX_A."""
 
     wide: bool
     shift: int

@@ -171,7 +171,8 @@ def round_matrix(
 ) -> Rounded:
     """Round a matrix [rows, cols] fp32, given the Hessian of its inputs or its factor (`prepare`).
 
-    (draft_bits, residual_bits) is one of layout.KINDS; residual_group 16 or 32. The result does not depend on `threads`.
+    (draft_bits, residual_bits) is one of layout.KINDS; residual_group 16 or 32.
+    The result does not depend on `threads`.
     `refine`: choose every group of the draft once more, given all others.
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.

@@ -10,7 +10,8 @@ try:
     from twobit.runtime._twobit import ffi, lib  # type: ignore[import-not-found]
 except ImportError as error:  # pragma: no cover - a broken installation
     raise RuntimeFailure(
-        f"the compiled runtime of twobit cannot be loaded ({error})", "install twobit again: pip install --force-reinstall twobit"
+        f"the compiled runtime of twobit cannot be loaded ({error})",
+        "install twobit again: pip install --force-reinstall twobit",
     ) from error
 
 __all__ = ["call", "cpu_level", "default_threads", "ffi", "lib"]
@@ -27,7 +28,7 @@ def call(function: Any, *args: Any) -> None:
 
 
 def cpu_level() -> str:
-    """Name of the kernels in use: "generic", "avx2", ... Raises RuntimeFailure if TWOBIT_CPU asks for one that is unavailable."""
+    """Kernels in use: "generic", "avx2", ... RuntimeFailure if TWOBIT_CPU asks for some that are unavailable."""
     name = lib.tb_cpu_level()
     if name == ffi.NULL:
         raise RuntimeFailure(

@@ -103,14 +103,12 @@ class Model:
             if spec.layer is not None and spec.role != "bias":
                 names[spec.layer][spec.part] = spec.name
         layers = ffi.new("tb_layer[]", [self._layer(layer, names[layer.index]) for layer in arch.layers])
-        ropes = ffi.new(
-            "tb_rope[]",
-            [
-                {"dim": r.dim, "factor": r.factor, "inv_freq": self._pointer("float[]", np.asarray(r.inv_freq, np.float32))}
-                for r in arch.ropes
-            ]
-            or 1,
-        )
+        frequencies = [self._pointer("float[]", np.asarray(rope.inv_freq, np.float32)) for rope in arch.ropes]
+        c_ropes = [
+            {"dim": rope.dim, "factor": rope.factor, "inv_freq": pointer}
+            for rope, pointer in zip(arch.ropes, frequencies, strict=True)
+        ]
+        ropes = ffi.new("tb_rope[]", c_ropes or 1)
         description = {
             "n_layers": len(arch.layers),
             "hidden": arch.hidden,

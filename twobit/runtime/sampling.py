@@ -1,4 +1,4 @@
-"""Sampling parameters and the keyed sampler: the token is a pure function of (logits, history, parameters, position)."""
+"""Sampling parameters and the keyed sampler: a pure function of (logits, history, parameters, position)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from twobit.runtime.lib import call, ffi, lib
 
 @dataclass(frozen=True)
 class Sampling:
-    """Applied in this order: logit bias, penalties over the last `repeat_last_n` tokens, temperature, top-k, top-p, min-p.
+    """In this order: logit bias, penalties over the last `repeat_last_n` tokens, temperature, top-k, top-p, min-p.
 
-    temperature 0 takes the most likely token; top_k 0, top_p 1 and min_p 0 are off; repeat_last_n -1 means the whole history.
+    temperature 0 takes the likeliest token; top_k 0, top_p 1 and min_p 0 are off; repeat_last_n -1 is all history.
     """
 
     temperature: float = 0.0
