@@ -30,7 +30,7 @@ def random_matrix(rows: int, cols: int, kind: tuple[int, int, int] = (2, 6, 16),
         rng.integers(0, 16, (rows, units), np.uint8),
         rng.integers(-8, 8, (rows, units), np.int8),
         rng.random(rows, np.float32) * np.float32(1e-4),
-        rng.integers(0, 3, rows, np.uint8),
+        rng.integers(0, 3, rows, np.uint8) << layout.KINDS[b, r_bits].shift,
         rng.integers(-8, 9, rows, np.int8),
         rng.integers(-half, half, (rows, cols), np.int16),
         rng.integers(0, 16, (rows, layout.ceil_div(cols, group)), np.uint8),
@@ -194,12 +194,12 @@ def test_a_large_value_in_the_tail_survives() -> None:
 
 
 def test_padding_is_zero_bytes() -> None:
-    w = random_matrix(17, 17, (4, 8, 32))
-    w.codes[:], w.s[:], w.m[:], w.f[:], w.residual[:] = 15, 15, 7, 15, 127
+    w = random_matrix(17, 17, (4, 6, 32))
+    w.codes[:], w.s[:], w.m[:], w.f[:], w.residual[:] = 15, 15, 7, 15, 31
     ones = {name: int(np.unpackbits(plane).sum()) for name, plane in layout.pack(w).items()}
     assert ones["draft_codes"] == 17 * 17 * 4
     assert ones["draft_scales"] == 17 * 2 * 8
-    assert ones["residual_codes"] == 17 * 17 * 8
+    assert ones["residual_codes"] == 17 * 17 * 6
     assert ones["residual_scales"] == 17 * 4
 
 
