@@ -89,7 +89,7 @@ def generate(model_path: Path, tokens: int, jobs: int) -> None:
 
 
 PIECE = 1800  # characters of one document: about one calibration sequence
-SHARES = {"dialogue": 6, "code": 4, "prose": 4, "languages": 2}  # documents of each kind in a round of the mix
+SHARES = {"dialogue": 10, "code": 4, "prose": 4, "languages": 2}  # documents of each kind in a round of the mix
 LANGUAGES = [
     *("fra", "deu_1996", "spa", "por_PT", "ita", "nld", "pol", "ces", "swe", "dan", "fin", "hun", "ron_2006", "tur"),
     *("ell_monotonic", "rus", "ukr", "arb", "heb", "hin", "tha", "vie", "ind", "cmn_hans", "jpn", "kor", "swh", "cat"),
