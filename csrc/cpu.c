@@ -1,6 +1,7 @@
 /* cpu.c - which kernels to use, and how many threads.
  *
- * A level needs the processor's word (CPUID) and the operating system's (XCR0: it saves the wide registers).
+ * A level needs the processor's word (CPUID) and the operating system's (XCR0: it saves the wide registers); on AArch64 the
+ * operating system tells both (hwcaps).
  * TWOBIT_CPU caps the level; one that is unknown or cannot run here is an error, not a silent fallback.
  * Nothing in this file is compiled for a wider instruction set than the baseline. */
 #define _GNU_SOURCE
@@ -13,6 +14,11 @@
 #include <unistd.h>
 #ifdef __linux__
 #include <sched.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
@@ -34,24 +40,57 @@ static int has_avx2(void)
 }
 #endif
 
+#if defined(__aarch64__)
+/* sdot: optional in ARMv8.2, mandatory from ARMv8.4 on. */
+static int has_dot_product(void)
+{
+#if defined(__linux__)
+    enum { ASIMDDP = 1 << 20 };    /* HWCAP_ASIMDDP */
+    return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return !sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, NULL, 0) && has;
+#else
+    return 0;
+#endif
+}
+#endif
+
+static int always(void) { return 1; }
+
+/* Best first. A level of another architecture is known too, only not available. */
+static const struct { const char *name; const tb_kernels *kernels; int (*available)(void); } levels[] = {
+#if defined(__x86_64__) || defined(_M_X64)
+    { "avx2", &tb_kernels_avx2, has_avx2 },
+#else
+    { "avx2", NULL, NULL },
+#endif
+#if defined(__aarch64__)
+    { "neon", &tb_kernels_neon, has_dot_product },
+#else
+    { "neon", NULL, NULL },
+#endif
+    { "generic", &tb_kernels_generic, always },
+};
+
 static void choose(void)
 {
     const char *cap = getenv("TWOBIT_CPU");
     const int any = !cap || !*cap;
-    if (!any && strcmp(cap, "generic") && strcmp(cap, "avx2")) {
-        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic or avx2", cap);
-        return;
+    int known = any;
+    for (size_t i = 0; i < sizeof levels / sizeof *levels; i++) {
+        const int asked = !any && !strcmp(cap, levels[i].name);
+        known |= asked;
+        if ((any || asked) && levels[i].kernels && levels[i].available()) {
+            chosen.kernels = levels[i].kernels;
+            return;
+        }
     }
-#if defined(__x86_64__) || defined(_M_X64)
-    if ((any || !strcmp(cap, "avx2")) && has_avx2()) {
-        chosen.kernels = &tb_kernels_avx2;
-        return;
-    }
-#endif
-    if (any || !strcmp(cap, "generic"))
-        chosen.kernels = &tb_kernels_generic;
-    else
+    if (known)
         snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%s: not available on this processor and operating system", cap);
+    else
+        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic, avx2 or neon", cap);
 }
 
 const tb_kernels *tb_kernels_get(void)

@@ -41,6 +41,9 @@ extern const tb_kernels tb_kernels_generic;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const tb_kernels tb_kernels_avx2;
 #endif
+#if defined(__aarch64__)
+extern const tb_kernels tb_kernels_neon;
+#endif
 
 /* Level in use: chosen once from the processor and TWOBIT_CPU. NULL: the asked level is unavailable (tb_cpu_error says why). */
 const tb_kernels *tb_kernels_get(void);

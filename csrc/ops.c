@@ -10,6 +10,8 @@ const tb_ops *tb_ops_get(void)
     if (!kernels) return NULL;
 #if defined(__x86_64__) || defined(_M_X64)
     if (strcmp(kernels->name, "generic") != 0) return &tb_ops_avx2;
+#elif defined(__aarch64__)
+    if (strcmp(kernels->name, "generic") != 0) return &tb_ops_neon;
 #endif
     return &tb_ops_generic;
 }

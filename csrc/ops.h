@@ -41,6 +41,9 @@ extern const tb_ops tb_ops_generic;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const tb_ops tb_ops_avx2;
 #endif
+#if defined(__aarch64__)
+extern const tb_ops tb_ops_neon;
+#endif
 const tb_ops *tb_ops_get(void);    /* the level of tb_kernels_get() */
 
 /* Scalar functions that every level agrees with, bit for bit. */

@@ -26,6 +26,9 @@ int tb_round_rows(const tb_rounding *r, int32_t first, int32_t last, int32_t lev
 #if defined(__x86_64__)
     if (level > 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return tb_round_rows_avx2(r, first, last);
+#elif defined(__aarch64__)
+    if (level > 0)
+        return tb_round_rows_neon(r, first, last);
 #else
     (void)level;
 #endif

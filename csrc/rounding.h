@@ -41,4 +41,5 @@ int tb_round_rows(const tb_rounding *r, int32_t first, int32_t last, int32_t lev
 
 int tb_round_rows_generic(const tb_rounding *r, int32_t first, int32_t last);
 int tb_round_rows_avx2(const tb_rounding *r, int32_t first, int32_t last);
+int tb_round_rows_neon(const tb_rounding *r, int32_t first, int32_t last);
 #endif
