@@ -36,10 +36,14 @@ OPTIONS = [
 
 
 def run(*command: str | Path, cwd: Path | None = None, quiet: bool = True) -> None:
-    """Runs a command; its output goes to stderr, or is dropped."""
-    subprocess.run(
-        [str(part) for part in command], check=True, cwd=cwd, stdout=subprocess.DEVNULL if quiet else sys.stderr
-    )
+    """Runs a command; its output goes to stderr, or with `quiet` only where it fails."""
+    words = [str(part) for part in command]
+    if not quiet:
+        subprocess.run(words, check=True, cwd=cwd, stdout=sys.stderr)
+        return
+    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{words[0]} failed")
 
 
 def fetch() -> None:
