@@ -49,10 +49,12 @@ typedef struct tb_scratch {
 
 enum { TB_BINS = 8, TB_HISTORY_TIMES = TB_MAX_DRAFT + 2 };
 
-/* What the draft-length rule has learned; it changes speed only, never text. */
+/* What the draft-length rule has learned; it changes speed only, never text. Costs are in units of one plain step, so that
+ * other work on the machine, which slows everything alike, does not tip the balance. */
 typedef struct tb_belief {
-    double draft_s;                         /* one draft step */
-    double verify_s[TB_HISTORY_TIMES];      /* verifying M tokens; 0: not seen */
+    double plain_s;                         /* seconds of verifying one token, as of late */
+    double draft;                           /* one draft step */
+    double verify[TB_HISTORY_TIMES];        /* verifying M tokens; 0: not seen yet; [1] is 1 */
     double accept[TB_BINS];                 /* chance that a drafted token of this confidence is accepted */
     double accept_mean;
     int64_t steps;

@@ -272,8 +272,8 @@ static void run_products(pass *p, products *g)
     for (int32_t i = 0; i < g->n_w; i++)
         blocks += (g->w[i]->rows + 15) / 16;
     g->p = p;
-    g->step = blocks / (p->s->threads * 8);
-    g->step = g->step < 1 ? 1 : g->step > 16 ? 16 : g->step;
+    g->step = blocks / (p->s->threads * 4);
+    g->step = g->step < 1 ? 1 : g->step > 64 ? 64 : g->step;
     if (p->s->threads == 1)
         g->step = p->n == 1 ? blocks : 16;
     g->chunks = 0;

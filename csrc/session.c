@@ -152,6 +152,7 @@ tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threa
         for (int32_t i = 0; i < TB_BINS; i++)
             s->belief.accept[i] = (i + 0.5) / TB_BINS;
         s->belief.accept_mean = 0.6;
+        s->belief.draft = 0.35;
     }
     if (!s || !s->caches || !s->pool || !s->s.kernel || !s->sampler) {
         tb_session_free(s);

@@ -15,34 +15,49 @@
 
 static void learn(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
 
-/* Other work on the machine only ever adds time, so a shorter time counts for more than a longer one. */
-static void learn_time(double *mean, double seen) { learn(mean, seen, seen < *mean ? 0.3 : 0.05); }
-
 static int32_t bin_of(float confidence)
 {
     int32_t bin = (int32_t)(confidence * TB_BINS);
     return bin < 0 ? 0 : bin >= TB_BINS ? TB_BINS - 1 : bin;
 }
 
-/* Time to verify M tokens: measured, else between or beyond the nearest measured neighbours (8 % of one token's time each at first). */
-static double verify_time(const tb_belief *b, int32_t m)
+/* Cost of verifying M tokens: measured, else between or beyond the nearest measured ones (12 % of a plain step each at first). */
+static double verify_cost(const tb_belief *b, int32_t m)
 {
-    if (b->verify_s[m] > 0)
-        return b->verify_s[m];
+    if (m == 1 || b->verify[m] > 0)
+        return m == 1 ? 1 : b->verify[m];
     int32_t below = m - 1, above = m + 1;
-    while (below > 0 && !(b->verify_s[below] > 0))
+    while (below > 1 && !(b->verify[below] > 0))
         below--;
-    while (above < TB_HISTORY_TIMES && !(b->verify_s[above] > 0))
+    while (above < TB_HISTORY_TIMES && !(b->verify[above] > 0))
         above++;
-    bool has_above = above < TB_HISTORY_TIMES;
-    if (below < 1)
-        return has_above ? b->verify_s[above] / (1 + 0.08 * (above - 1)) * (1 + 0.08 * (m - 1)) : 0;
-    if (has_above)
-        return b->verify_s[below] + (b->verify_s[above] - b->verify_s[below]) * (m - below) / (above - below);
-    return b->verify_s[below] * (1 + 0.08 * (m - 1)) / (1 + 0.08 * (below - 1));
+    double low = below == 1 ? 1 : b->verify[below];
+    if (above < TB_HISTORY_TIMES)
+        return low + (b->verify[above] - low) * (m - below) / (above - below);
+    return low + 0.12 * (m - below);
 }
 
-/* Best rate that a fixed draft length promises, tokens per second; plain decoding is length 0. */
+/* A step drafted `drafted` tokens in draft_s and verified in verify_s. What both took together, against what was expected,
+ * says how fast the machine is at the moment; the rest is how draft and verify compare. A step that took more than twice
+ * as long as expected was interrupted and teaches nothing else. */
+static void learn_times(tb_belief *b, int32_t drafted, double draft_s, double verify_s)
+{
+    double expected = verify_cost(b, drafted + 1);
+    if (!(b->plain_s > 0))
+        b->plain_s = verify_s / expected;
+    double now = (draft_s + verify_s) / (expected + drafted * b->draft);
+    if (now > 2 * b->plain_s) {
+        learn(&b->plain_s, now, 0.1);
+        return;
+    }
+    learn(&b->plain_s, now, 0.25);
+    if (drafted) {
+        learn(&b->verify[drafted + 1], verify_s / b->plain_s, 0.1);
+        learn(&b->draft, draft_s / drafted / b->plain_s, 0.1);
+    }
+}
+
+/* Best rate that a fixed draft length promises, in tokens per plain step; plain decoding is length 0. */
 static double best_rate(const tb_belief *b, int32_t most)
 {
     double best = 0, expected = 1, path = 1;
@@ -51,7 +66,7 @@ static double best_rate(const tb_belief *b, int32_t most)
             path *= b->accept_mean;
             expected += path;
         }
-        double rate = expected / (k * b->draft_s + verify_time(b, k + 1));
+        double rate = expected / (k * b->draft + verify_cost(b, k + 1));
         if (rate > best)
             best = rate;
     }
@@ -65,11 +80,11 @@ static bool worth_drafting(const tb_belief *b, int32_t drafted, int32_t most, do
 {
     if (drafted >= most)
         return false;
-    if (b->steps < WARM_STEPS)                      /* 2, plain, 4: enough to know the machine */
-        return drafted < (b->steps == 0 ? 2 : b->steps == 1 ? 0 : 4);
+    if (b->steps < WARM_STEPS)                      /* plain, 1, 3: enough to know the machine */
+        return drafted < (b->steps == 0 ? 0 : b->steps == 1 ? 1 : 3);
     if (b->steps % LOOK_AGAIN == LOOK_AGAIN - 1 && drafted < 2)
         return true;
-    double cost = b->draft_s + verify_time(b, drafted + 2) - verify_time(b, drafted + 1);
+    double cost = b->draft + verify_cost(b, drafted + 2) - verify_cost(b, drafted + 1);
     return path * b->accept_mean > rate * cost;
 }
 
@@ -111,9 +126,7 @@ static int32_t draft(tb_session *s, int32_t n, int32_t most, const tb_sampling *
         if (tb_forward(s, TB_DRAFT, s->history + at, 1, at, TB_LOGITS_LAST, NULL, err, err_n) ||
             tb_sample_with(logits, s->m->d.vocab, s->history, at + 1, sampling, at + 1, &token, &confidence[drafted], s->sampler))
             break;
-        double took = tb_clock() - t0;
-        *seconds += took;
-        learn_time(&b->draft_s, took);
+        *seconds += tb_clock() - t0;
         s->history[n + drafted] = token;
         path *= b->accept[bin_of(confidence[drafted])];
         drafted++;
@@ -159,7 +172,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     if (code)
         return code;
     r->verify_s = tb_clock() - t0;
-    learn_time(&s->belief.verify_s[drafted + 1], r->verify_s);
+    learn_times(&s->belief, drafted, r->draft_s, r->verify_s);
 
     t0 = tb_clock();
     r->drafted = drafted;
