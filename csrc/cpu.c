@@ -38,6 +38,25 @@ static int has_avx2(void)
         return 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
+
+#ifdef TB_HAS_VNNI
+static int has_avxvnni(void)
+{
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
+}
+
+/* F, BW and VL; registers of 512 bits and masks saved by the operating system, although the level uses neither. */
+static int has_avx512vnni(void)
+{
+    const unsigned want = 1u << 16 | 1u << 30 | 1u << 31;
+    unsigned a, b, c, d, xcr0, high;
+    if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & want) != want || !(c & 1 << 11))
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    return (xcr0 & 0xe6) == 0xe6;
+}
+#endif
 #endif
 
 #if defined(__aarch64__)
@@ -59,8 +78,15 @@ static int has_dot_product(void)
 
 static int always(void) { return 1; }
 
-/* Best first. A level of another architecture is known too, only not available. */
+/* Best first. A level of another architecture, or unknown to the compiler, is known by name, only not available. */
 static const struct { const char *name; const tb_kernels *kernels; int (*available)(void); } levels[] = {
+#if (defined(__x86_64__) || defined(_M_X64)) && defined(TB_HAS_VNNI)
+    { "avx512vnni", &tb_kernels_avx512vnni, has_avx512vnni },
+    { "avxvnni", &tb_kernels_avxvnni, has_avxvnni },
+#else
+    { "avx512vnni", NULL, NULL },
+    { "avxvnni", NULL, NULL },
+#endif
 #if defined(__x86_64__) || defined(_M_X64)
     { "avx2", &tb_kernels_avx2, has_avx2 },
 #else
@@ -90,7 +116,7 @@ static void choose(void)
     if (known)
         snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%s: not available on this processor and operating system", cap);
     else
-        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic, avx2 or neon", cap);
+        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic, avx2, avxvnni, avx512vnni or neon", cap);
 }
 
 const tb_kernels *tb_kernels_get(void)

@@ -40,6 +40,7 @@ size_t tb_kernel_scratch_bytes(int32_t max_cols);   /* per thread, enough for an
 extern const tb_kernels tb_kernels_generic;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const tb_kernels tb_kernels_avx2;
+extern const tb_kernels tb_kernels_avxvnni, tb_kernels_avx512vnni;    /* where the compiler knows these levels: TB_HAS_VNNI */
 #endif
 #if defined(__aarch64__)
 extern const tb_kernels tb_kernels_neon;

@@ -132,5 +132,18 @@ int tb_sample(const float *logits, int32_t vocab, const int32_t *history, int32_
 int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *y, int32_t threads, int32_t repeat, double *seconds, char *err, size_t err_n);
 /* One row of W as fp32 [cols], 2-bit part alone or in full. */
 int tb_matrix_row(const tb_matrix *w, int32_t full, int32_t row, float *out);
+
+/* Measurements on threads that stay from call to call. What a time is worth depends on tb_probe_disturbed. */
+typedef struct tb_probe tb_probe;
+tb_probe *tb_probe_new(int32_t threads, char *err, size_t err_n);
+void tb_probe_free(tb_probe *p);
+/* Seconds to read `bytes` at `memory` once: each thread its part, in 1, 2 or 4 prefetched streams. */
+double tb_probe_read(tb_probe *p, const uint8_t *memory, size_t bytes, int32_t streams);
+/* Multiply-accumulates per second, all threads together, of the level's own instructions for op, on registers. */
+double tb_probe_multiply(tb_probe *p, int32_t op);
+/* Seconds of op on the n matrices w[0..n), one after the other, times m tokens whose rounding is not timed. All have the shape of
+ * the first, and no rows beyond those of the model's matrices. */
+int tb_probe_matmul(tb_probe *p, const tb_matrix *w, int32_t n, int32_t op, int32_t m, double *seconds, char *err, size_t err_n);
+int32_t tb_probe_disturbed(const tb_probe *p);  /* a thread lost its processor while the last measurement ran */
 /* cdef-end */
 #endif

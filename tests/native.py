@@ -83,7 +83,7 @@ def run(program: Path, *arguments: str) -> None:
 def compile_ops(folder: Path, output: Path, sources: list[Path], flags: list[str], linked: list[str]) -> None:
     """Operations, scalar functions and sampler with the stand-in for the kernels and the given sources."""
     (folder / "shim.c").write_text(SHIM)
-    plain = [CSRC / name for name in ("ops.c", "scalar.c", "sampler.c")]
+    plain = [CSRC / name for name in ("ops.c", "ops_neon.c", "scalar.c", "sampler.c")]
     x86 = platform.machine() in ("x86_64", "AMD64")
     with ThreadPoolExecutor() as pool:
         generic = pool.submit(compile_c, "cc", folder / "generic.o", [CSRC / "ops_generic.c"], ["-c", *flags])
