@@ -9,7 +9,7 @@ DEMO    := build/demo
 STAMP   := $(VENV)/installed
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
-.PHONY: install demo test test-full lint format peers bench-llama clean
+.PHONY: install demo test test-full test-neon bench-kernels lint format peers bench-llama clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ test: install
 test-full: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# The NEON code under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
+test-neon: install
+	$(BIN)/python -m pytest -q tests/test_neon.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +48,10 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The matrix kernels on the demo model's shapes, against bandwidth and multiply peak probed in the same run.
+bench-kernels: demo
+	$(BIN)/twobit bench $(DEMO)/smollm2-2bit --kernels -p 0 -n 0 -t 1,2
 
 # llama.cpp's tools, for comparisons on the same machine.
 peers: install

@@ -15,6 +15,7 @@ COMMANDS = {
     "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
     "run": "Continue a prompt, or answer it, with lossless drafting",
     "info": "Show what a twobit model holds",
+    "bench": "Measure speeds, and how near the kernels come to the roofline",
 }
 
 HELP = """\

@@ -1,0 +1,162 @@
+"""`twobit bench`: how fast a model runs here, and how near its kernels come to the machine's limits."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Annotated, Any
+
+import typer
+
+from twobit.cli import options, output
+from twobit.errors import UsageError
+
+FORMATS = ("md", "csv", "json")
+MOST_TOKENS = 1 << 20
+MOST_REPEATS = 1000
+
+RESULTS = ("test", "draft", "threads", "tokens_per_s", "spread", "tokens_per_step", "read_gb_s")
+KERNELS = (
+    "op", "threads", "rows", "cols", "bits", "m", "seconds", "spread", "ratio_to_m1", "gb_s", "gmac_s", "limit",
+    "roofline_fraction",
+)  # fmt: skip
+
+
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    prompt: Annotated[int, typer.Option("-p", metavar="N", help="Prompt tokens to evaluate; 0: none")] = 512,
+    new: Annotated[int, typer.Option("-n", metavar="N", help="New tokens to decode; 0: none")] = 128,
+    repeats: Annotated[int, typer.Option("-r", metavar="N", help="Rounds; the first, to warm up, comes extra")] = 5,
+    threads: Annotated[
+        str | None, typer.Option("-t", metavar="N,...", help="Numbers of threads [one per usable core]")
+    ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Add the roofline table of the matrix kernels")] = False,
+    form: Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="How to show it")] = "md",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; as --format json")] = False,
+) -> int:
+    """Measure prefill (pp) and decoding (tg), with and without drafting, without loading and tokenizing.
+
+    Rounds alternate what is compared. Shown are medians, and the spread: highest minus lowest, as a share of the
+    median. Decoding is greedy after three fixed prompts (code, prose, chat). With --kernels: every matrix shape of the
+    model times M tokens, against the read bandwidth and the multiply peak that are probed in the same rounds; there
+    the spread is from the 10th to the 90th percentile. A fraction above 1 means that the run is not valid: the exit
+    code is then 1.
+
+    \b
+    twobit bench ./model
+    twobit bench ./model -p 512 -n 128 -r 5 -t 1,2 --format json
+    twobit bench ./model --kernels -p 0 -n 0
+    """
+    if form not in FORMATS:
+        raise UsageError(f"--format {form} is not possible: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    options.integer("-p", prompt, 0, MOST_TOKENS)
+    options.integer("-n", new, 0, MOST_TOKENS)
+    options.integer("-r", repeats, 1, MOST_REPEATS)
+    counts = thread_counts(threads)
+    if not (prompt or new or kernels):
+        raise UsageError("-p 0 and -n 0 leave nothing to measure", "add --kernels, or give tokens")
+    form = "json" if as_json else form
+    folder = options.model_folder(model, quiet=form != "md")
+
+    from twobit import benchmark
+
+    quiet = as_json or form == "json"
+    report = benchmark.bench(
+        folder,
+        prompt=prompt,
+        new=new,
+        repeats=repeats,
+        threads=counts,
+        roofline=kernels,
+        progress=(lambda text: None) if quiet else output.note,
+    )
+    data = report.to_json()
+    {"json": output.result, "csv": _csv, "md": _markdown}[form](data)
+    for problem in report.invalid:
+        output.warn(f"this run is not valid: {problem}")
+    return 1 if report.invalid else 0
+
+
+def thread_counts(text: str | None) -> list[int] | None:
+    """-t 1,2: each at least 1, none twice."""
+    if text is None:
+        return None
+    counts: list[int] = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise UsageError(f"-t {text} is not possible: it must be numbers with commas, as in 1,2")
+        counts.append(options.integer("-t", int(part), 1, options.MAX_THREADS))
+    if len(set(counts)) < len(counts):
+        raise UsageError(f"-t {text} names a number twice")
+    return counts
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _csv(data: dict[str, Any]) -> None:
+    """The tables, each with its line of names, apart by an empty line."""
+    first = True
+    for name, columns in (("results", RESULTS), ("kernels", KERNELS)):
+        if not data[name]:
+            continue
+        if not first:
+            output.line()
+        first = False
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([row.get(column) for column in columns] for row in data[name])
+        output.text(text.getvalue())
+
+
+def _markdown(data: dict[str, Any]) -> None:
+    here = data["machine"]
+    output.line(f"{here['cpu']}, {here['cores']} usable cores, {here['system']}")
+    output.line(f"kernels {here['kernel']}, twobit {here['version']}")
+    for probe in data["probes"]:
+        many = "s" if probe["threads"] > 1 else ""
+        output.line(
+            f"probe, {probe['threads']} thread{many}: reads {probe['read_gb_s']:.1f} GB/s, {probe['streams']} streams; "
+            f"multiplies {probe['gmac_s']:.0f} GMAC/s (draft: {probe['draft_gmac_s']:.0f})"
+        )
+    if data["results"]:
+        _table(("test", "draft", "threads", "tokens/s", "spread", "tokens/step", "GB/s"), RESULTS, data["results"])
+    if data["kernels"]:
+        titles = (
+            "op",
+            "threads",
+            "rows",
+            "cols",
+            "bits",
+            "M",
+            "ms",
+            "spread",
+            "to M = 1",
+            "GB/s",
+            "GMAC/s",
+            "limit",
+            "of the limit",
+        )
+        rows = [row | {"seconds": row["seconds"] * 1e3} for row in data["kernels"]]
+        _table(titles, KERNELS, rows)
+
+
+def _table(titles: tuple[str, ...], columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    output.line()
+    output.line("| " + " | ".join(titles) + " |")
+    output.line("|" + "---|" + "---:|" * (len(titles) - 1))
+    for row in rows:
+        cells = (f"{row[c]:.0%}" if c in ("spread", "roofline_fraction") else _cell(row.get(c)) for c in columns)
+        output.line("| " + " | ".join(cells) + " |")
