@@ -9,7 +9,7 @@ DEMO    := build/demo
 STAMP   := $(VENV)/installed
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
-.PHONY: install demo test test-full test-neon bench-kernels lint format peers bench-llama clean
+.PHONY: install demo test test-full test-neon bench-kernels lint format peers bench-llama bench-quality clean
 
 install: $(STAMP)
 
@@ -59,6 +59,10 @@ peers: install
 
 bench-llama: peers demo
 	$(BIN)/python bench/compare_llama.py --checkpoint $(DEMO)/smollm2 --model $(DEMO)/smollm2-2bit
+
+# Divergences and acceptance on the reference checkpoints; hours for all of them, goes on where it stopped.
+bench-quality: install
+	$(BIN)/python bench/quality.py
 
 clean:
 	rm -rf build dist $(VENV)

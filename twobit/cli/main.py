@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it, with lossless drafting",
     "info": "Show what a twobit model holds",
     "bench": "Measure speeds, and how near the kernels come to the roofline",
+    "eval": "Measure a model against the checkpoint it was made from",
 }
 
 HELP = """\
