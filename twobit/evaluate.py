@@ -605,6 +605,10 @@ class Evaluation:
             "kl_by_kind": {
                 kind: {name: float(kl[self.kinds == kind].mean()) for name, kl in kls.items()} for kind in kinds
             },
+            "perplexity_by_kind": {
+                kind: {name: float(np.exp(one.loss[self.kinds == kind].mean())) for name, one in self.compared.items()}
+                for kind in kinds
+            },
             "build_id": self.build_id,
             "settings": dict(self.settings),
         }
