@@ -300,6 +300,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 6)
     arguments = ["eval", str(packed_model("qwen3")), "--reference", str(source_checkpoint("qwen3")), "-t", "1"]
+    capsys.readouterr()  # making the checkpoint shows progress
     assert main([*arguments, "--tokens", "48", "--text", str(text), "--baseline", "q4_0", "--json"]) == 0
     told = capsys.readouterr()
     assert told.err == ""
@@ -311,7 +312,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["kl"]["floor"]["mean"] < 1e-7
     assert {"reference", "full", "draft"} <= set(data["perplexity"])
     assert data["tokens"] == 96
-    assert set(data["kl_by_kind"]) == {"code", "prose", "chat", "text"}
+    assert set(data["kl_by_kind"]) == set(data["perplexity_by_kind"]) == {"code", "prose", "chat", "text"}
     assert {"tokens_per_step", "stderr", "blocks", "tree16_tokens_per_step", "by_kind"} <= set(data["acceptance"])
     assert set(data["acceptance"]["by_kind"]) == {"code", "prose", "chat"}
     assert 1 <= data["acceptance"]["tokens_per_step"] <= 9
