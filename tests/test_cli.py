@@ -593,3 +593,27 @@ def test_gemma_like_template_end_to_end(tmp_path: Path, runtime: list[dict[str, 
     assert main(["run", str(path), "hi <bos>", "--json"]) == 0
     assert runtime[0]["prompt"].count(1) == 1
     assert runtime[0]["options"].eos == {2, 4}
+
+
+@pytest.mark.parametrize("command", ["run", "quantize"])
+def test_an_interrupt_anywhere_in_a_command_is_said(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before the work has begun: typer alone would end with 130 and say nothing."""
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twobit.cli.options.threads", interrupted)
+    args = ["m", "hi"] if command == "run" else ["src", "-o", "out"]
+    assert main([command, *args]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_stdout_is_named() -> None:
+    command = [sys.executable, "-m", "twobit", "--help"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "stdout cannot be written" in done.stderr

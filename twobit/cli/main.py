@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 TYPE_CHECKING = False  # typing itself would cost a good part of the start-up
 if TYPE_CHECKING:
+    from typing import Any
+
     import typer
 
 # Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, which
@@ -40,13 +42,26 @@ def help_text() -> str:
     return HELP.format(commands="\n".join(f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()))
 
 
+class Interrupted(Exception):
+    """Ctrl-C inside a command. Typer would make an exit code of a KeyboardInterrupt, and say nothing."""
+
+
 def app(command: str) -> typer.Typer:
     """The typer application of one command."""
+    from functools import wraps
     from importlib import import_module
 
     import typer
 
-    function = getattr(import_module(f"twobit.cli.{command}"), command)
+    plain = getattr(import_module(f"twobit.cli.{command}"), command)
+
+    @wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
     made = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,  # plain help: quick to show, the same in a terminal and in documents
@@ -108,7 +123,7 @@ def _run(command: str, args: list[str]) -> int:
     prog = f"twobit {command}"
     try:
         code = typer.main.get_command(app(command)).main(args, prog_name=prog, standalone_mode=False)
-    except typer.Abort:
+    except (typer.Abort, Interrupted):
         raise KeyboardInterrupt from None
     except Exception as error:
         if not hasattr(error, "format_message"):  # only typer's own errors have it

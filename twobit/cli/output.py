@@ -35,6 +35,8 @@ def text(piece: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError as error:
         raise ReaderGone from error
+    except OSError as error:
+        raise TwobitError(f"stdout cannot be written: {error.strerror or error}") from error
 
 
 def line(content: str = "") -> None:

@@ -173,6 +173,8 @@ def check_space(out: Path, model_bytes: int) -> None:
     staging = staging_path(out)
     place = next(p for p in (staging, *staging.parents) if p.is_dir())
     staged = sum(p.stat().st_size for p in staging.glob("work/*") if p.is_file())
+    if not os.access(place, os.W_OK | os.X_OK) or os.statvfs(place).f_blocks == 0:
+        raise FormatError(f"{out}: {place} cannot be written to", "choose another output folder")
     free, need = shutil.disk_usage(place).free, max(required_bytes(model_bytes) - staged, 0)
     if free < need:
         raise FormatError(

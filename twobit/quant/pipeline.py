@@ -161,12 +161,12 @@ def quantize(
             f"this needs about {about.memory_bytes / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are available: "
             "the system may end it"
         )
+    check_space(output, about.bits["draft_bytes"] + about.bits["residual_bytes"])
     calibration = _calibration(checkpoint, options)
     progress.line(
         f"calibration: {len(calibration.sequences)} of {calibration.requested} sequences, "
         f"{calibration.tokens:,} tokens ({calibration.source})"
     )
-    check_space(output, about.bits["draft_bytes"] + about.bits["residual_bytes"])
     progress.stage("checking the weights", sum(header.size for header in checkpoint.shards.values()))
     fingerprint = _fingerprint(checkpoint, calibration, options, progress)
     files = _files(checkpoint)
@@ -219,7 +219,8 @@ def _open(source: Path, output: Path, options: Options) -> Checkpoint:
     options.recipe.check(spec.module for spec in checkpoint.architecture.tensors() if spec.role in ("linear", "head"))
     if os.path.lexists(output):
         if not options.overwrite:
-            raise FormatError(f"{output} exists", "choose another output folder, or pass --overwrite")
+            way = "choose another output folder" + (", or pass --overwrite" if output.is_dir() else "")
+            raise FormatError(f"{output} exists", way)
         check_replaceable(output)
     return checkpoint
 
