@@ -6,6 +6,7 @@ BIN     := $(VENV)/bin
 PIP_ARGS ?=
 WERROR  ?= OFF
 DEMO    := build/demo
+DEMO_PROMPT := "Why is the sky blue?"
 STAMP   := $(VENV)/installed
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
@@ -13,11 +14,10 @@ C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
 install: $(STAMP)
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
+	@echo "installing into $(VENV): torch and other packages, then the C runtime (minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt scikit-build-core cffi cmake ninja torch
-
-$(STAMP): $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation \
 	    -C cmake.define.TWOBIT_WERROR=$(WERROR) -C build-dir=build/ext -e ".[quantize,dev]"
 	touch $(STAMP)
@@ -27,8 +27,10 @@ demo: install
 	$(BIN)/python scripts/demo_model.py $(DEMO)/smollm2
 	test -d $(DEMO)/smollm2-2bit || $(BIN)/twobit quantize $(DEMO)/smollm2 -o $(DEMO)/smollm2-2bit
 	$(BIN)/twobit info $(DEMO)/smollm2-2bit
-	$(BIN)/twobit run $(DEMO)/smollm2-2bit "Write a Python function that checks whether a number is prime." -n 128 --stats
-	$(BIN)/twobit run $(DEMO)/smollm2-2bit "Write a Python function that checks whether a number is prime." -n 128 --stats --no-draft
+	@echo "--- with drafting:"
+	$(BIN)/twobit run $(DEMO)/smollm2-2bit $(DEMO_PROMPT) -n 200 --stats
+	@echo "--- the same without drafting: the same text"
+	$(BIN)/twobit run $(DEMO)/smollm2-2bit $(DEMO_PROMPT) -n 200 --stats --no-draft
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full"

@@ -15,6 +15,7 @@
 enum { TB_CHUNK_MAX = 512, TB_RING_SLACK = TB_CHUNK_MAX + TB_MAX_DRAFT + 1 };
 
 struct tb_model {
+    atomic_int users;           /* the handle and its sessions; the last one frees */
     tb_model_desc d;            /* with layers and ropes copied below */
     tb_layer *layers;
     tb_rope *ropes;
@@ -61,7 +62,7 @@ typedef struct tb_belief {
 } tb_belief;
 
 struct tb_session {
-    const tb_model *m;
+    tb_model *m;
     tb_pool *pool;
     int32_t threads, max_context, capacity, length, high;  /* high: one past the highest position ever written */
     tb_cache *caches;

@@ -109,6 +109,7 @@ tb_model *tb_model_new(const tb_model_desc *d, char *err, size_t n)
         tb_fail(err, n, TB_ENOMEM, "out of memory for the model's description");
         return NULL;
     }
+    atomic_init(&m->users, 1);
     m->d = *d;
     m->d.layers = m->layers = memcpy(layers, d->layers, (size_t)d->n_layers * sizeof *layers);
     m->d.ropes = m->ropes = ropes;
@@ -131,7 +132,7 @@ tb_model *tb_model_new(const tb_model_desc *d, char *err, size_t n)
 
 void tb_model_free(tb_model *m)
 {
-    if (!m)
+    if (!m || atomic_fetch_sub(&m->users, 1) > 1)
         return;
     free(m->layers);
     free(m->ropes);

@@ -133,7 +133,7 @@ int tb_session_reserve(tb_session *s, int32_t needed, int32_t tokens, int32_t ro
 
 /* --- life --- */
 
-tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threads, char *err, size_t n)
+tb_session *tb_session_new(tb_model *m, int32_t max_context, int32_t threads, char *err, size_t n)
 {
     if (max_context < 1 || max_context > (1 << 30) || threads < 1 || threads > 1024) {
         tb_fail(err, n, TB_EINVAL, "a session needs a context of 1 or more tokens and 1 to 1024 threads");
@@ -142,6 +142,7 @@ tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threa
     tb_session *s = calloc(1, sizeof *s);
     if (s) {
         s->m = m;
+        atomic_fetch_add(&m->users, 1);
         s->threads = threads;
         s->max_context = max_context;
         s->caches = calloc((size_t)m->d.n_layers, sizeof *s->caches);
@@ -178,6 +179,7 @@ void tb_session_free(tb_session *s)
     tb_free(s->s.kernel);
     tb_free(s->sampler);
     free(s->history);
+    tb_model_free(s->m);
     free(s);
 }
 

@@ -106,7 +106,8 @@ int tb_cpu_threads(void);                       /* usable cores: affinity mask a
 tb_model *tb_model_new(const tb_model_desc *desc, char *err, size_t err_n);
 void tb_model_free(tb_model *m);
 
-tb_session *tb_session_new(const tb_model *m, int32_t max_context, int32_t threads, char *err, size_t err_n);
+/* A session keeps its model alive: tb_model_free may come first. */
+tb_session *tb_session_new(tb_model *m, int32_t max_context, int32_t threads, char *err, size_t err_n);
 void tb_session_free(tb_session *s);
 
 /* Appends n tokens with the full model, `chunk` at a time. logits: [n, vocab] if every, else [vocab] of the last, or NULL. */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -136,3 +138,20 @@ def test_more_threads_than_cores_end_with_the_same_bits() -> None:
     many = Session(model, 32, threads=64).eval(tokens, every=True)
     assert one is not None and many is not None
     assert one.tobytes() == many.tobytes()
+
+
+def test_a_model_may_go_before_its_sessions() -> None:
+    """In a cycle of garbage the collector frees in any order."""
+    for order in (0, 1):
+        model = Model.open(packed_model("llama"))
+        session = Session(model, 32)
+        session.eval(ids(4), logits=False)
+        pair = [session, model]
+        del session, model
+        pair.pop(order)
+        pair.clear()
+        cycle: list[object] = []
+        owner = Session(Model.open(packed_model("llama")), 32)
+        cycle += [owner.model, owner, cycle]
+        del owner, cycle
+        assert gc.collect() > 0

@@ -55,7 +55,11 @@ def info(
         [
             ("family", manifest.family),
             ("parameters", f"{manifest.parameters:,}"),
-            ("bits per weight", f"{bits['draft_bpw']:.3f} draft + {bits['residual_bpw']:.3f} residual"),
+            (
+                "bits per weight",
+                f"{bits['draft_bpw']:.3f} draft + {bits['residual_bpw']:.3f} residual"
+                f" = {bits['draft_bpw'] + bits['residual_bpw']:.3f}",
+            ),
             ("  head, embeddings", f"{head['draft']:.3f} draft + {head['residual']:.3f} residual"),
             ("bytes", f"{bits['draft_bytes']:,} draft + {bits['residual_bytes']:,} residual"),
             ("format", f"{manifest.version}, by {manifest.producer}"),

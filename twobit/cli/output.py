@@ -45,9 +45,13 @@ def line(content: str = "") -> None:
 
 
 def end_text(written: str) -> None:
-    """After generated text: the prompt of a terminal starts on a new line; in a file or pipe nothing is added."""
-    if sys.stdout is not None and sys.stdout.isatty() and not written.endswith("\n"):
+    """After generated text: what follows starts on a new line. To a file or pipe nothing is added."""
+    if sys.stdout is None or not written or written.endswith("\n"):
+        return
+    if sys.stdout.isatty():
         text("\n")
+    else:
+        _err("")
 
 
 def result(data: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,9 @@ def quantize(
         int | None, typer.Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
-    threads: Annotated[int | None, typer.Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
+    threads: Annotated[
+        int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made and taken, make nothing")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what an unfinished run left")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the twobit model at OUT")] = False,
@@ -74,8 +77,8 @@ def quantize(
         _show_plan(plan(folder, target, settings), as_json)
         return 0
 
-    import torch  # noqa: F401 - a missing extra is told before any work
-
+    if find_spec("torch") is None:  # a missing extra is told before any work
+        raise ModuleNotFoundError("torch", name="torch")
     progress = _progress(as_json)
     try:
         summary = make(folder, target, settings, progress)

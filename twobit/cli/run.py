@@ -54,7 +54,9 @@ def run(
     ] = None,
     draft_only: Annotated[bool, typer.Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
     device: Annotated[str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
-    threads: Annotated[int | None, typer.Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
+    threads: Annotated[
+        int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say more about speed on stderr")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids of prompt and answer")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,

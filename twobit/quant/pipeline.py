@@ -137,6 +137,8 @@ class Plan:
 
 def plan(source: Path, output: Path, options: Options) -> Plan:
     """Bits, bytes, time and memory of a run, from headers alone. Raises what the run would refuse at once."""
+    if options.calib:
+        calibrate.load_files(options.calib)
     return _plan(_open(source, output, options), output, options)
 
 

@@ -54,8 +54,7 @@ class Session:
         pointer = lib.tb_session_new(model.c_model, max_context, self.threads, buffer, 512)
         if pointer == ffi.NULL:
             raise RuntimeFailure(ffi.string(buffer).decode())
-        # Freeing a session reads its model, so the destructor keeps the model alive.
-        self._session = ffi.gc(pointer, lambda p, _model=model: lib.tb_session_free(p))
+        self._session = ffi.gc(pointer, lib.tb_session_free)
 
     @property
     def length(self) -> int:
