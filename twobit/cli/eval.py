@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from twobit.cli import options, output
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    pass
 
 
 def eval(
@@ -61,7 +60,9 @@ def eval(
     if not source.is_dir():
         raise UsageError(f"--reference {reference}: no such folder", "give the folder of the checkpoint")
     folder = options.model_folder(model, quiet=as_json)
-    progress = _progress(as_json)
+    from twobit.cli.progress import Bars
+
+    progress = Bars(quiet=as_json)
     try:
         data = evaluate(folder, source, settings, progress).to_json()
     finally:
@@ -71,39 +72,6 @@ def eval(
     else:
         show(data)
     return 0
-
-
-def _progress(quiet: bool) -> Any:
-    from twobit.quant.pipeline import Progress
-
-    class Bar(Progress):
-        """A bar per stage on stderr where that is a terminal."""
-
-        def __init__(self) -> None:
-            self._bar: tqdm[Any] | None = None
-            self._shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
-
-        def stage(self, name: str, total: int) -> None:
-            self.close()
-            if self._shown:
-                from tqdm import tqdm
-
-                form = "{desc} {percentage:3.0f}% {bar} {elapsed}, {remaining} left"
-                self._bar = tqdm(total=total, desc=name, file=sys.stderr, leave=False, bar_format=form)
-
-        def advance(self, steps: int) -> None:
-            if self._bar is not None:
-                self._bar.update(steps)
-
-        def warning(self, text: str) -> None:
-            output.warn(text)
-
-        def close(self) -> None:
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
-
-    return Bar()
 
 
 def show(data: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +12,6 @@ from twobit.cli import options, output
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from twobit.quant.pipeline import Plan
 
 
@@ -79,7 +76,9 @@ def quantize(
 
     if find_spec("torch") is None:  # a missing extra is told before any work
         raise ModuleNotFoundError("torch", name="torch")
-    progress = _progress(as_json)
+    from twobit.cli.progress import Bars
+
+    progress = Bars(quiet=as_json)
     try:
         summary = make(folder, target, settings, progress)
     except KeyboardInterrupt:
@@ -93,50 +92,6 @@ def quantize(
     else:
         _show_summary(summary)
     return 0
-
-
-def _progress(quiet: bool) -> Any:
-    from twobit.quant.pipeline import Progress
-
-    class Bars(Progress):
-        """A bar per stage on stderr where that is a terminal, and lines above it."""
-
-        def __init__(self) -> None:
-            self._bar: tqdm[Any] | None = None
-            self._shown = not quiet and sys.stderr is not None and sys.stderr.isatty()
-
-        def stage(self, name: str, total: int) -> None:
-            self.close()
-            if self._shown:
-                from tqdm import tqdm
-
-                form = "{desc} {percentage:3.0f}% {bar} {elapsed}, {remaining} left"
-                self._bar = tqdm(total=total, desc=name, file=sys.stderr, leave=False, bar_format=form)
-
-        def advance(self, steps: int) -> None:
-            if self._bar is not None:
-                self._bar.update(steps)
-
-        def line(self, text: str) -> None:
-            if not quiet:
-                self._above(output.note, text)
-
-        def warning(self, text: str) -> None:
-            self._above(output.warn, text)
-
-        def _above(self, show: Any, text: str) -> None:
-            if self._bar is not None:
-                self._bar.clear()
-            show(text)
-            if self._bar is not None:
-                self._bar.refresh()
-
-        def close(self) -> None:
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
-
-    return Bars()
 
 
 def _gb(size: float) -> str:
