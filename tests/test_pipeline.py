@@ -163,7 +163,10 @@ def test_other_options_do_not_resume(source: Path, killed: Path, tmp_path: Path)
     text.write_text("Other words, but as good as these. " * 30)
     for changed, what in (
         (options(recipe=Recipe(8)), r"options\.residual was 6, is now 8"),
-        (options(recipe=Recipe(rules=(Rule.parse("down=3+6"),))), r'options\.rules was \[\], is now \["down=3\+6"\]'),
+        (
+            options(recipe=Recipe(rules=(Rule.parse("down_proj=3+6"),))),
+            r'options\.rules was \[\], is now \["down_proj=3\+6"\]',
+        ),
         (options(calib_tokens=TOKENS + 64), rf"options\.calib_tokens was {TOKENS}, is now {TOKENS + 64}"),
         (options(calib=(text,)), r'calibration\.source was "the package\'s text", is now "other\.txt"'),
     ):
@@ -203,7 +206,7 @@ def test_plan_is_what_comes_out(source: Path, made: tuple[Path, dict[str, Any]],
 
 def test_rules_and_fused_tensors(folder: Path, tmp_path: Path) -> None:
     path = make_tokenizer(make_checkpoint("phi3", folder / "phi3", num_hidden_layers=1))
-    rules = (Rule.parse("mlp=3+6"), Rule.parse("down_proj$=4+4"), Rule.parse("lm_head=4+6"))
+    rules = (Rule.parse("mlp.*=3+6"), Rule.parse("layers.[0-9].mlp.down_proj=4+4"), Rule.parse("lm_head=4+6"))
     quantize(path, tmp_path / "out", options(recipe=Recipe(rules=rules)))
     model = open_model(tmp_path / "out", check=True)
     bits = {
@@ -225,15 +228,17 @@ def test_rules_and_fused_tensors(folder: Path, tmp_path: Path) -> None:
     assert np.linalg.norm(full - checkpoint.read(up).numpy()) < 0.02 * np.linalg.norm(full)
 
 
-@pytest.mark.parametrize("text", ["down_proj", "=3+6", "x=5+5", "x=2+4", "(=2+6", "x=2+6+1"])
+@pytest.mark.parametrize("text", ["down_proj", "=3+6", "x=5+5", "x=2+4", "x=2+6+1"])
 def test_rules_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError):
         Rule.parse(text)
 
 
 def test_a_rule_for_nothing_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'expert=3\+6' matches no matrix"):
+    with pytest.raises(UsageError, match=r"'expert=3\+6' matches no matrix") as caught:
         quantize(source, tmp_path / "out", options(recipe=Recipe(rules=(Rule.parse("expert=3+6"),))))
+    assert "one of model.layers.N.self_attn.q_proj, " in (caught.value.hint or "")
+    assert (caught.value.hint or "").endswith("model.layers.N.mlp.down_proj, lm_head")
 
 
 @pytest.fixture(scope="module")

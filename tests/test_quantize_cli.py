@@ -185,7 +185,7 @@ def test_json_and_resume_after_an_interrupt(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["quantize", str(source), "-o", str(out), "--calib-tokens", "64", "--rule", "down=3+6"]
+    arguments = ["quantize", str(source), "-o", str(out), "--calib-tokens", "64", "--rule", "down_proj=3+6"]
     layer = pipeline._Run._layer
     calls: list[str] = []
 
@@ -203,7 +203,7 @@ def test_json_and_resume_after_an_interrupt(
     assert not out.exists()
     assert staging_path(out).exists()
 
-    assert main([*arguments, "--rule", "up=3+6"]) == 1
+    assert main([*arguments, "--rule", "up_proj=3+6"]) == 1
     assert "options.rules was" in capsys.readouterr().err
 
     assert main([*arguments, "--json"]) == 0

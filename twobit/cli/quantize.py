@@ -24,7 +24,11 @@ def quantize(
     ] = 16,
     rule: Annotated[
         list[str] | None,
-        typer.Option("--rule", metavar="REGEX=b+R", help="Bits of the matrices whose name matches; may repeat"),
+        typer.Option(
+            "--rule",
+            metavar="PATTERN=b+R",
+            help="Bits of the matrices with such names; may repeat, the last match counts",
+        ),
     ] = None,
     calib: Annotated[
         list[str] | None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from twobit.errors import UsageError
@@ -36,7 +37,8 @@ class Bits:
 
 @dataclass(frozen=True)
 class Rule:
-    """Matrices whose canonical name (`model.layers.3.mlp.down_proj`) `pattern` matches somewhere get other bits."""
+    """Matrices whose canonical name (`model.layers.3.mlp.down_proj`), or an end of it that starts after a dot, matches
+    the shell pattern `pattern` get other bits: `down_proj`, `mlp.*`, `layers.[0-3].self_attn.v_proj`."""
 
     pattern: str
     draft: int
@@ -44,19 +46,18 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """From `REGEX=b+R`, for example `down_proj=3+6`. UsageError says what is wrong."""
+        """From `PATTERN=b+R`, for example `down_proj=3+6`. UsageError says what is wrong."""
         match = _RULE.fullmatch(text)
         if match is None:
-            raise UsageError(f"rule {text!r} is not of the form REGEX=b+R", "for example --rule 'down_proj=3+6'")
-        try:
-            re.compile(match["pattern"])
-        except re.error as error:
-            raise UsageError(f"rule {text!r}: {match['pattern']!r} is not a regular expression: {error}") from error
+            raise UsageError(f"rule {text!r} is not of the form PATTERN=b+R", "for example --rule 'down_proj=3+6'")
         rule = cls(match["pattern"], int(match["draft"]), int(match["residual"]))
         if (rule.draft, rule.residual) not in KINDS:
             kinds = ", ".join(f"{b}+{r}" for b, r in KINDS)
             raise UsageError(f"rule {text!r}: {rule.draft}+{rule.residual} bits do not exist", f"one of {kinds}")
         return rule
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"*.{self.pattern}")
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.draft}+{self.residual}"
@@ -80,7 +81,7 @@ class Recipe:
         """Bits of the matrix `name` (canonical, without `.weight`); `role` is "linear" or "head"."""
         draft, residual = (4, self.residual - 2) if role == "head" else (2, self.residual)
         for rule in self.rules:
-            if re.search(rule.pattern, name):
+            if rule.matches(name):
                 draft, residual = rule.draft, rule.residual
         return Bits(draft, residual, self.residual_group)
 
@@ -88,8 +89,9 @@ class Recipe:
         """UsageError where a rule matches none of the model's matrices: it would silently do nothing."""
         names = list(names)
         for rule in self.rules:
-            if not any(re.search(rule.pattern, name) for name in names):
-                raise UsageError(f"rule {str(rule)!r} matches no matrix of this model", f"names are like {names[0]}")
+            if not any(map(rule.matches, names)):
+                known = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names)
+                raise UsageError(f"rule {str(rule)!r} matches no matrix of this model", f"one of {', '.join(known)}")
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest records."""
