@@ -68,8 +68,9 @@ struct tb_session {
     tb_cache *caches;
     tb_scratch s;
     void *sampler;              /* scratch of the sampler */
-    int32_t *history;           /* history plus what is drafted: [history_n] */
+    int32_t *history;           /* the tokens of the cache, and what a step works on behind them: [history_n] */
     int32_t history_n;
+    int32_t pure;               /* so many leading positions hold the full model's keys and values */
     tb_belief belief;
     atomic_int abort;
     atomic_int bad;             /* 0, or 1 + code of the first input that was not finite */
@@ -83,6 +84,11 @@ int tb_fail(char *err, size_t n, int code, const char *format, ...);
 
 /* Room for positions up to `needed` and for `tokens` tokens per pass with `rows_out` rows of logits. */
 int tb_session_reserve(tb_session *s, int32_t needed, int32_t tokens, int32_t rows_out, char *err, size_t n);
+
+/* Puts n tokens at history[at]; TB_OK, or TB_ENOMEM. Room for a drafted block stays behind them. */
+int tb_session_keep_history(tb_session *s, int32_t at, const int32_t *tokens, int32_t n);
+/* Positions up to `length` are what op computed: they count from now on. */
+void tb_session_commit(tb_session *s, int32_t op, int32_t length);
 
 /* Evaluates n tokens at positions [position, position + n) with op's weights; reserve() came first. Logits (fp32, [.., vocab])
  * go to s->s.logits, or to `logits` if not NULL. Does not touch s->length. */

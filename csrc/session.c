@@ -184,6 +184,8 @@ void tb_session_free(tb_session *s)
 }
 
 int32_t tb_session_length(const tb_session *s) { return s->length; }
+int32_t tb_session_high(const tb_session *s) { return round8(max32(s->high, s->length)); }
+const int32_t *tb_session_tokens(const tb_session *s) { return s->history; }
 void tb_session_abort(tb_session *s, int32_t on) { atomic_store(&s->abort, on ? 1 : 0); }
 
 size_t tb_session_bytes(const tb_session *s)
@@ -199,6 +201,27 @@ size_t tb_session_bytes(const tb_session *s)
 
 /* --- moving --- */
 
+int tb_session_keep_history(tb_session *s, int32_t at, const int32_t *tokens, int32_t n)
+{
+    if (at + n + TB_MAX_DRAFT + 1 > s->history_n) {
+        int32_t want = at + n + max32(at + n, 1024);
+        int32_t *grown = realloc(s->history, (size_t)want * sizeof *grown);
+        if (!grown)
+            return TB_ENOMEM;
+        s->history = grown;
+        s->history_n = want;
+    }
+    memcpy(s->history + at, tokens, (size_t)n * sizeof *tokens);
+    return TB_OK;
+}
+
+void tb_session_commit(tb_session *s, int32_t op, int32_t length)
+{
+    if (op == TB_VERIFY && s->pure == s->length)
+        s->pure = length;
+    s->length = length;
+}
+
 static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n)
 {
     if (n < 1 || chunk < 1)
@@ -207,19 +230,22 @@ static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
         return tb_fail(err, err_n, TB_ECONTEXT, "the context holds %d tokens: %d are in use and %d more do not fit", (int)s->max_context,
                        (int)s->length, (int)n);
     chunk = min32(min32(chunk, TB_CHUNK_MAX), n);
-    for (int32_t done = 0; done < n;) {
+    int code = tb_session_reserve(s, s->length + min32(chunk, n), min32(chunk, n), 0, err, err_n);
+    if (!code && tb_session_keep_history(s, s->length, tokens, n))
+        code = tb_fail(err, err_n, TB_ENOMEM, "out of memory for the history");
+    for (int32_t done = 0; done < n && !code;) {
         int32_t m = min32(chunk, n - done);
         bool last = done + m == n;
         int32_t which = !logits ? TB_LOGITS_NONE : every ? TB_LOGITS_ALL : last ? TB_LOGITS_LAST : TB_LOGITS_NONE;
-        int code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
+        code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
         if (!code)
             code = tb_forward(s, op, tokens + done, m, s->length, which, every && logits ? logits + (size_t)done * (size_t)s->m->d.vocab : logits, err, err_n);
         if (code)
-            return code;
-        s->length += m;
+            break;
+        tb_session_commit(s, op, s->length + m);
         done += m;
     }
-    return TB_OK;
+    return code;
 }
 
 int tb_session_eval(tb_session *s, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n)
@@ -244,7 +270,87 @@ int tb_session_rewind(tb_session *s, int32_t length, char *err, size_t n)
                            (int)i, (int)s->high, (int)length);
     }
     s->length = length;
+    s->pure = min32(s->pure, length);
     if (!length)
         s->high = 0;
+    return TB_OK;
+}
+
+int32_t tb_session_keep(tb_session *s, const int32_t *tokens, int32_t n)
+{
+    int32_t common = 0, most = min32(n, s->pure);
+    while (common < most && s->history[common] == tokens[common])
+        common++;
+    char unused[8];
+    if (tb_session_rewind(s, common, unused, sizeof unused))
+        (void)tb_session_rewind(s, 0, unused, sizeof unused);
+    return s->length;
+}
+
+/* --- state: per layer and kv head the blocks of 8 positions that are still there, keys then values --- */
+
+static int32_t first_block(const tb_cache *c, int32_t high) { return c->windowed ? max32(0, (high + 7) / 8 - c->ring / 8) : 0; }
+
+size_t tb_session_state_bytes(tb_session *s, int32_t length, int32_t high)
+{
+    char unused[8];
+    if (length < 0 || length > s->max_context || high < length || high > (1 << 30) + 8 ||
+        reserve_cache(s, length, unused, sizeof unused))
+        return 0;
+    size_t bytes = 0;
+    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+        int32_t blocks = max32(0, (length + 7) / 8 - first_block(&s->caches[i], high));
+        bytes += (size_t)blocks * 8 * 2 * sizeof(uint16_t) * (size_t)s->m->layers[i].head_dim * (size_t)s->m->layers[i].n_kv_heads;
+    }
+    return bytes;
+}
+
+/* Copies the blocks of positions [0, length) out of the cache, or into it; what a last block holds beyond length is zero outside. */
+static void move_state(tb_session *s, int32_t length, int32_t high, uint8_t *state, bool in)
+{
+    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+        const tb_layer *l = &s->m->layers[i];
+        tb_cache *c = &s->caches[i];
+        size_t block = 8 * (size_t)l->head_dim, bytes = block * sizeof(uint16_t);
+        for (size_t h = 0; h < (size_t)l->n_kv_heads; h++)
+            for (int32_t b = first_block(c, high); b < (length + 7) / 8; b++) {
+                size_t at = h * (size_t)c->ring * (size_t)l->head_dim + (size_t)(b % (c->ring / 8)) * block;
+                uint16_t *parts[2] = {c->keys + at, c->values + at};
+                for (int part = 0; part < 2; part++, state += bytes) {
+                    if (in) {
+                        memcpy(parts[part], state, bytes);
+                        continue;
+                    }
+                    memcpy(state, parts[part], bytes);
+                    for (size_t e = 0; b == length / 8 && e < block; e++)
+                        if ((int32_t)(part ? e / (size_t)l->head_dim : e % 8) >= length % 8)
+                            memset(state + e * sizeof(uint16_t), 0, sizeof(uint16_t));
+                }
+            }
+    }
+}
+
+int tb_session_state_get(tb_session *s, uint8_t *state, size_t bytes, char *err, size_t n)
+{
+    if (s->pure != s->length)
+        return tb_fail(err, n, TB_EINVAL, "the cache holds keys of the 2-bit part alone: nothing to save");
+    if (bytes != tb_session_state_bytes(s, s->length, tb_session_high(s)))
+        return tb_fail(err, n, TB_EINVAL, "the state has another size");
+    move_state(s, s->length, tb_session_high(s), state, false);
+    return TB_OK;
+}
+
+int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, int32_t high, uint8_t *state, size_t bytes, char *err, size_t n)
+{
+    if (bytes != tb_session_state_bytes(s, length, high))
+        return tb_fail(err, n, TB_EINVAL, "the state has another size");
+    for (int32_t i = 0; i < length; i++)
+        if (tokens[i] < 0 || tokens[i] >= s->m->d.vocab)
+            return tb_fail(err, n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[i], (int)s->m->d.vocab);
+    if (tb_session_keep_history(s, 0, tokens, length))
+        return tb_fail(err, n, TB_ENOMEM, "out of memory for the history");
+    move_state(s, length, high, state, true);
+    s->length = s->pure = length;
+    s->high = (high + 7) / 8 * 8;
     return TB_OK;
 }

@@ -90,20 +90,6 @@ static bool worth_drafting(const tb_belief *b, int32_t drafted, int32_t most, do
 
 /* --- the step --- */
 
-static int keep_history(tb_session *s, const int32_t *history, int32_t n)
-{
-    if (n + TB_MAX_DRAFT + 1 > s->history_n) {
-        int32_t want = 2 * n + 1024;
-        int32_t *grown = realloc(s->history, (size_t)want * sizeof *grown);
-        if (!grown)
-            return TB_ENOMEM;
-        s->history = grown;
-        s->history_n = want;
-    }
-    memcpy(s->history, history, (size_t)n * sizeof *history);
-    return TB_OK;
-}
-
 static bool ends(const tb_step_options *o, int32_t token)
 {
     for (int32_t i = 0; i < o->n_eos; i++)
@@ -159,7 +145,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     code = tb_session_reserve(s, n + most, most + 1, most + 1, err, err_n);
     if (code)
         return code;
-    if (keep_history(s, history, n))
+    if (tb_session_keep_history(s, 0, history, n))
         return tb_fail(err, err_n, TB_ENOMEM, "out of memory for the history");
 
     float confidence[TB_MAX_DRAFT];
@@ -196,7 +182,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
             break;
     }
     r->sample_s = tb_clock() - t0;
-    s->length = n - 1 + r->n_tokens;
+    tb_session_commit(s, o->draft_only ? TB_DRAFT : TB_VERIFY, n - 1 + r->n_tokens);
     s->belief.steps++;
     return TB_OK;
 }

@@ -117,6 +117,15 @@ int tb_session_eval_draft(tb_session *s, const int32_t *tokens, int32_t n, int32
 int32_t tb_session_length(const tb_session *s);
 /* Forgets the positions from `length` on; TB_ECONTEXT where a sliding-window ring no longer holds what is needed. */
 int tb_session_rewind(tb_session *s, int32_t length, char *err, size_t err_n);
+/* Goes back to the longest prefix that the cache shares with tokens[n] and can go back to; returns its length. */
+int32_t tb_session_keep(tb_session *s, const int32_t *tokens, int32_t n);
+const int32_t *tb_session_tokens(const tb_session *s);   /* what was evaluated, [length] */
+int32_t tb_session_high(const tb_session *s);            /* past the highest position ever written, a multiple of 8 */
+/* The cache as bytes, for saving. `state_bytes`: 0 where no session of this model and context can have that length and high. A state
+ * that is set must come from a session of the same model: only its size and its token ids are checked. */
+size_t tb_session_state_bytes(tb_session *s, int32_t length, int32_t high);
+int tb_session_state_get(tb_session *s, uint8_t *state, size_t bytes, char *err, size_t err_n);
+int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, int32_t high, uint8_t *state, size_t bytes, char *err, size_t err_n);
 size_t tb_session_bytes(const tb_session *s);   /* cache and scratch */
 
 /* One speculative step. `history` holds prompt and output so far, [n_history]; its last token is not evaluated yet,

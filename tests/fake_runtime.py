@@ -54,6 +54,13 @@ class FakeSession:
         self.evaluated += ids
         self.length += len(ids)
 
+    def sync(self, ids: Sequence[int]) -> int:
+        rest = ids[self.length :]
+        if rest:
+            self.eval(rest, logits=False)
+        self.length = len(ids)
+        return len(rest)
+
     def step(self, history: Sequence[int], sampling: object, options: Any) -> FakeStep:
         assert self.length == len(history) - 1, "the cache holds all but the last token"
         self._start = len(history) if self._start is None else self._start

@@ -180,7 +180,7 @@ def generate(
 ) -> Iterator[Piece | Result]:
     """Continue `ids` until an end token (`options.eos`), a stop string, `max_tokens` or the end of the context.
 
-    The session's cache may hold the first tokens of `ids` already; they are not evaluated again. Ctrl-C stops a step
+    What the session's cache shares with `ids` from the start is not evaluated again. Ctrl-C stops a step
     that is under way: the text so far comes out, and the Result says "interrupted".
 
     Raises UsageError where `ids` is empty or does not fit the context, TokenizerError where the model has no row for
@@ -204,14 +204,13 @@ def generate(
     stream, stops, counts = tokenizer.stream(), StopStrings(stop), _Counts()
     texts: list[str] = []
     reason = None if left > 0 else "length"
-    cached = session.length
-    prefill_s = 0.0
+    prefilled, prefill_s = 0, 0.0
     with _Interrupts(session) as interrupts:
         try:
-            if reason is None and cached < prompt - 1:
+            if reason is None:
                 start = time.perf_counter()
-                interrupts.call(partial(session.eval, history[cached : prompt - 1], logits=False))
-                prefill_s = time.perf_counter() - start
+                prefilled = interrupts.call(partial(session.sync, history[:-1]))
+                prefill_s = time.perf_counter() - start if prefilled else 0.0
             while reason is None:
                 start = time.perf_counter()
                 step = interrupts.call(partial(session.step, history, sampling, replace(options, budget=left)))
@@ -253,7 +252,7 @@ def generate(
         token_ids=history[prompt:],
         prompt_ids=history[:prompt],
         finish_reason=reason or "length",
-        prefill_tokens=max(prompt - 1 - cached, 0) if prefill_s else 0,
+        prefill_tokens=prefilled,
         prefill_s=prefill_s,
         decode_s=counts.decode_s,
         draft_s=counts.draft_s,

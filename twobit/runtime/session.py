@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from twobit.errors import RuntimeFailure, UsageError
+from twobit.runtime import session_file
 from twobit.runtime.lib import call, default_threads, ffi, lib
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
@@ -107,6 +109,45 @@ class Session:
             result.verify_s,
             result.sample_s,
         )
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the cache holds."""
+        return list(ffi.unpack(lib.tb_session_tokens(self._session), self.length)) if self.length else []
+
+    def sync(self, ids: Sequence[int], *, chunk: int = 256) -> int:
+        """Make the cache hold exactly `ids`: the common prefix stays, the rest is evaluated; returns how many that was.
+
+        What the 2-bit part alone evaluated is never kept, and a sliding window may make it go back further.
+        """
+        kept = int(lib.tb_session_keep(self._session, ffi.new("int32_t[]", list(ids) or [0]), len(ids)))
+        if kept < len(ids):
+            self.eval(ids[kept:], chunk=chunk, logits=False)
+        return len(ids) - kept
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a file that `load` reads; it appears complete or not at all."""
+        length, high = self.length, int(lib.tb_session_high(self._session))
+        state = np.empty(int(lib.tb_session_state_bytes(self._session, length, high)), np.uint8)
+        call(lib.tb_session_state_get, self._session, ffi.from_buffer("uint8_t[]", state), state.size)
+        build = self.model.packed.manifest.build_id
+        session_file.write(Path(path), session_file.State(build, high, self.tokens, state))
+
+    def load(self, path: str | Path) -> int:
+        """Replace the cache by a saved one; returns its length. The bits are those of evaluating its tokens again.
+
+        Raises FormatError for a file that is damaged, of another model or of another twobit, UsageError where the
+        context is too small. The session is as before then.
+        """
+
+        def size(length: int, high: int) -> int:
+            return int(lib.tb_session_state_bytes(self._session, length, high))
+
+        saved = session_file.read(Path(path), self.model.packed.manifest.build_id, self.max_context, size)
+        tokens = ffi.new("int32_t[]", saved.tokens or [0])
+        state = ffi.from_buffer("uint8_t[]", saved.state)
+        call(lib.tb_session_state_set, self._session, tokens, len(saved.tokens), saved.high, state, saved.state.size)
+        return self.length
 
     def rewind(self, length: int) -> None:
         """Forget the positions from `length` on."""
