@@ -14,6 +14,7 @@ from twobit.quant import calibrate
 from twobit.quant.calibrate import Document, Encoder
 from twobit.quant.decoder import Decoder
 from twobit.quant.source import Checkpoint
+from twobit.quant.states import States
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 40
 
@@ -135,14 +136,20 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
         Encoder(tmp_path, 10)
 
 
-def hessians(source: Path, threads: int, made: calibrate.Calibration) -> dict[str, torch.Tensor]:
+def states_of(checkpoint: Checkpoint, made: calibrate.Calibration, folder: Path) -> States:
+    states = States(folder, "me", [len(sequence) for sequence in made.sequences], checkpoint.architecture.hidden)
+    assert not states.resume(0)
+    return states
+
+
+def hessians(source: Path, threads: int, made: calibrate.Calibration, folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint.open(source)
     specs = checkpoint.architecture.tensors()
     weights = {s.name: checkpoint.read(s) for s in specs}
     found = {}
     with calibrate.one_torch_thread(threads) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
-        states = calibrate.Activations(checkpoint, made, pool)
+        states = calibrate.Activations(checkpoint, made, pool, states_of(checkpoint, made, folder))
         for layer in checkpoint.architecture.layers:
             for part, value in states.layer(layer.index, weights).items():
                 found[f"{layer.index}.{part}"] = value
@@ -150,11 +157,11 @@ def hessians(source: Path, threads: int, made: calibrate.Calibration) -> dict[st
     return found
 
 
-def test_hessians_are_sums_of_squares_of_the_inputs(source: Path, encode: Encoder, monkeypatch) -> None:
+def test_hessians_are_sums_of_squares_of_the_inputs(source: Path, encode: Encoder, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 100)
     monkeypatch.setattr(calibrate, "PANEL", 40)
     made = calibrate.sequences(documents(TEXT, TEXT[5:], TEXT[9:]), encode, tokens=300, source="x", length=70)
-    found = hessians(source, 2, made)
+    found = hessians(source, 2, made, tmp_path / "x")
     checkpoint = Checkpoint.open(source)
     decoder = Decoder(checkpoint.architecture, {s.name: checkpoint.read(s) for s in checkpoint.architecture.tensors()})
     parts = {s.module: f"{s.layer}.{s.part}" for s in checkpoint.architecture.tensors() if s.role == "linear"}
@@ -172,21 +179,21 @@ def test_hessians_are_sums_of_squares_of_the_inputs(source: Path, encode: Encode
         assert (value - expected[key]).abs().max() < 1e-5 * expected[key].abs().max(), key
 
 
-def test_threads_do_not_change_a_bit(source: Path, encode: Encoder) -> None:
+def test_threads_do_not_change_a_bit(source: Path, encode: Encoder, tmp_path: Path) -> None:
     made = calibrate.sequences(documents(TEXT, TEXT[5:], TEXT[9:]), encode, tokens=300, source="x", length=70)
-    one, three = hessians(source, 1, made), hessians(source, 3, made)
+    one, three = hessians(source, 1, made, tmp_path / "1"), hessians(source, 3, made, tmp_path / "3")
     assert all(torch.equal(one[key], three[key]) for key in one)
 
 
 @pytest.mark.parametrize(("scale", "fits"), [(1e6, True), (1e38, False)])
-def test_large_activations(source: Path, encode: Encoder, scale: float, fits: bool) -> None:
+def test_large_activations(source: Path, encode: Encoder, scale: float, fits: bool, tmp_path: Path) -> None:
     """Past fp16's range all is well; past fp32's the layer is named."""
     made = calibrate.sequences(documents(TEXT), encode, tokens=64, source="x")
     checkpoint = Checkpoint.open(source)
     weights = {s.name: checkpoint.read(s) for s in checkpoint.architecture.tensors()}
     weights["model.layers.1.mlp.down_proj.weight"] *= scale
     with calibrate.one_torch_thread(1) as pool:
-        states = calibrate.Activations(checkpoint, made, pool)
+        states = calibrate.Activations(checkpoint, made, pool, states_of(checkpoint, made, tmp_path / "x"))
         states.layer(0, weights)
         if fits:
             assert all(bool(h.isfinite().all()) for h in states.layer(1, weights).values())

@@ -21,7 +21,10 @@ from twobit.errors import FormatError, UsageError
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.format.writer import staging_path
-from twobit.quant.pipeline import Options, Progress, memory_bytes, plan, quantize
+from twobit.quant import pipeline
+from twobit.quant.decoder import Decoder
+from twobit.quant.pipeline import Options, Progress, quantize
+from twobit.quant.plan import memory_bytes, plan
 from twobit.quant.recipe import Recipe, Rule
 from twobit.quant.source import Checkpoint
 
@@ -82,7 +85,7 @@ def test_summary(made: tuple[Path, dict[str, Any]]) -> None:
     assert summary["calibration"]["tokens"] == TOKENS
     assert summary["output"] == str(out)
     assert summary["build_id"] == open_model(out, check=True).manifest.build_id
-    assert summary["expected_ram_bytes"] == memory_bytes(checkpoint.architecture, TOKENS)
+    assert summary["expected_ram_bytes"] == memory_bytes(checkpoint.architecture, TOKENS, 1)
 
 
 def test_threads_do_not_change_a_byte(source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -114,6 +117,8 @@ def test_weights_come_back(source: Path, made: tuple[Path, dict[str, Any]]) -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from twobit.quant import pipeline
+from twobit.quant.decoder import Decoder
 from twobit.quant.pipeline import Options, Progress, quantize
 
 class Dying(Progress):
@@ -149,12 +154,49 @@ def test_half_made_outputs_do_not_open(killed: Path) -> None:
         open_model(staging_path(killed))
 
 
-def test_killed_runs_go_on(source: Path, made: tuple[Path, dict[str, Any]], killed: Path, tmp_path: Path) -> None:
+def test_killed_runs_go_on(
+    source: Path, made: tuple[Path, dict[str, Any]], killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, told = copied(killed, tmp_path), Recorder()
+    passed: list[int] = []
+    layer = Decoder.layer
+    monkeypatch.setattr(
+        Decoder, "layer", lambda self, index, *a, **k: passed.append(index) or layer(self, index, *a, **k)
+    )
     quantize(source, out, options(threads=2), told)
+    assert set(passed) == {1}  # what is done is not gone through again
     assert any("3 of 5 parts are done" in line for line in told.lines)  # embedding, norm and the first layer
     assert not any(line.startswith("layer 1/") for line in told.lines)
     assert content(out) == content(made[0])
+
+
+def test_lost_states_are_made_again(
+    source: Path, made: tuple[Path, dict[str, Any]], killed: Path, tmp_path: Path
+) -> None:
+    out = copied(killed, tmp_path)
+    for states in (staging_path(out) / "spill").glob("*.bin"):
+        states.write_bytes(states.read_bytes()[:-1] + b"\1")
+    quantize(source, out, options())
+    assert content(out) == content(made[0])
+
+
+def test_states_may_lie_elsewhere(
+    source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    seen = []
+    monkeypatch.setattr(pipeline._Run, "_head", lambda self, inputs: seen.extend(elsewhere.rglob("*.bin")) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize(source, tmp_path / "out", options(spill=elsewhere))
+    assert len(seen) == 2
+    assert sum(path.stat().st_size for path in seen) <= 2 * 4 * 96 * TOKENS
+    assert not list(staging_path(tmp_path / "out").rglob("states*"))
+    monkeypatch.undo()
+    quantize(source, tmp_path / "out", options(spill=elsewhere))
+    assert content(tmp_path / "out") == content(made[0])
+    assert list(elsewhere.iterdir()) == []  # deleted at the end
+    with pytest.raises(FormatError, match="inside the source"):
+        quantize(source, tmp_path / "out2", options(spill=source))
 
 
 def test_other_options_do_not_resume(source: Path, killed: Path, tmp_path: Path) -> None:

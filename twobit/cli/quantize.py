@@ -12,7 +12,7 @@ from twobit.cli import options, output
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
-    from twobit.quant.pipeline import Plan
+    from twobit.quant.plan import Plan
 
 
 def quantize(
@@ -41,6 +41,11 @@ def quantize(
     threads: Annotated[
         int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
     ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where torch computes")] = "cpu",
+    spill_dir: Annotated[
+        str | None,
+        typer.Option("--spill-dir", metavar="DIR", help="Folder for the hidden states [the unfinished output]"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made and taken, make nothing")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Discard what an unfinished run left")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the twobit model at OUT")] = False,
@@ -57,8 +62,8 @@ def quantize(
     twobit quantize ./model -o ./out --dry-run
     """
     from twobit.quant import calibrate
-    from twobit.quant.pipeline import Options, plan
     from twobit.quant.pipeline import quantize as make
+    from twobit.quant.plan import Options, plan
     from twobit.quant.recipe import Recipe, Rule
     from twobit.runtime.lib import default_threads
 
@@ -70,16 +75,17 @@ def quantize(
         calib_tokens=calibrate.DEFAULT_TOKENS if calib_tokens is None else calib_tokens,
         seed=options.integer("--seed", seed, 0, options.MAX_SEED),
         threads=options.threads(threads) or default_threads(),
+        device=device,
+        spill=None if spill_dir is None else Path(spill_dir).expanduser(),
         restart=restart,
         overwrite=overwrite,
     )
     folder, target = Path(source).expanduser(), Path(out).expanduser()
+    if find_spec("torch") is None:  # a missing extra is told before any work
+        raise ModuleNotFoundError("torch", name="torch")
     if dry_run:
         _show_plan(plan(folder, target, settings), as_json)
         return 0
-
-    if find_spec("torch") is None:  # a missing extra is told before any work
-        raise ModuleNotFoundError("torch", name="torch")
     from twobit.cli.progress import Bars
 
     progress = Bars(quiet=as_json)
@@ -102,6 +108,12 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
 def _bits(data: Any) -> list[tuple[str, str]]:
     head = data["head_bpw"]
     return [
@@ -122,8 +134,12 @@ def _show_plan(made: Plan, as_json: bool) -> None:
             ("family", made.family),
             *_bits(data),
             ("disk while it runs", _gb(made.disk_bytes)),
-            ("memory at most", f"{_gb(made.memory_bytes)} (embeddings + one layer with its Hessians + 800 MB)"),
-            ("time, roughly", f"{made.seconds / 60:.1f} minutes"),
+            ("memory at most", f"{_gb(made.memory_bytes)} (one layer with its Hessians, or the head)"),
+            (
+                "time, roughly",
+                f"{_duration(data['estimated_seconds'])} on {made.threads} threads, from probes just now",
+            ),
+            *((f"  {part}", _duration(seconds)) for part, seconds in made.seconds.items()),
             ("calibration", f"{made.calibration_tokens:,} tokens"),
         ]
     )
@@ -138,8 +154,7 @@ def _show_summary(summary: dict[str, Any]) -> None:
             *((f"relative error, {of}", f"{e['draft']:.3f} draft, {e['full']:.5f} full") for of, e in errors.items()),
             (
                 "peak memory",
-                f"{_gb(summary['peak_ram_bytes'])} (at most {_gb(summary['expected_ram_bytes'])}: "
-                "embeddings + one layer with its Hessians + 800 MB)",
+                f"{_gb(summary['peak_ram_bytes'])} (at most {_gb(summary['expected_ram_bytes'])})",
             ),
             ("time", f"{summary['seconds']:.1f} s"),
             ("build", summary["build_id"]),

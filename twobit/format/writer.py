@@ -6,6 +6,7 @@ Everything is built in `<out>.partial`, beside the output:
     state.json        what is being made: source, options, calibration; a resumed run must be making the same
     work/<key>.bin    finished tensors of one step (a decoder layer, the head), planes at multiples of 64 bytes
     work/<key>.json   their entries, written last: a key is finished when this file exists
+    spill/            scratch of the steps
     model/            the output; built by `finish`, then renamed to `<out>`
 
 Bytes depend on the tensors and the arguments only: no times, no paths, no order of completion.
@@ -49,6 +50,7 @@ from twobit.format.manifest import (
 SHARD_BYTES = 5_000_000_000  # a file stays below this unless a single plane is larger
 INDEX_NAME = "model.safetensors.index.json"
 STAGING_SUFFIX = ".partial"
+SPILL_NAME = "spill"
 _COPY_BYTES = 8 << 20
 _KEY = re.compile(r"[a-z0-9_-]{1,100}", re.ASCII)
 # What a twobit folder may hold. Another file in a folder means that it is not ours to replace.
@@ -168,26 +170,38 @@ def required_bytes(model_bytes: int) -> int:
     return 2 * model_bytes + (64 << 20)
 
 
-def check_space(out: Path, model_bytes: int) -> None:
-    """FormatError where the disk of `out` has less free space than `required_bytes`; what is staged already counts."""
+def check_space(out: Path, model_bytes: int, spill_bytes: int = 0, spill: Path | None = None) -> None:
+    """FormatError where a disk has less free space than making `out` takes: `required_bytes` and scratch of
+    `spill_bytes`, under `spill` or with the rest. What is there already counts."""
     staging = staging_path(out)
-    place = next(p for p in (staging, *staging.parents) if p.is_dir())
-    staged = sum(p.stat().st_size for p in staging.glob("work/*") if p.is_file())
-    if not os.access(place, os.W_OK | os.X_OK) or os.statvfs(place).f_blocks == 0:
-        raise FormatError(f"{out}: {place} cannot be written to", "choose another output folder")
-    free, need = shutil.disk_usage(place).free, max(required_bytes(model_bytes) - staged, 0)
-    if free < need:
-        raise FormatError(
-            f"disk full: writing {out} takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free",
-            "free some space, or choose an output folder on another disk",
-        )
+    place, scratch = _existing(staging), _existing(spill or staging)
+    needs = {place: max(required_bytes(model_bytes) - _size(staging / "work"), 0)}
+    if os.stat(scratch).st_dev == os.stat(place).st_dev:
+        scratch = place
+    needs[scratch] = needs.get(scratch, 0) + max(spill_bytes - _size(spill or staging / SPILL_NAME), 0)
+    for folder, need in needs.items():
+        if not os.access(folder, os.W_OK | os.X_OK) or os.statvfs(folder).f_blocks == 0:
+            raise FormatError(f"{out}: {folder} cannot be written to", "choose another folder")
+        if (free := shutil.disk_usage(folder).free) < need:
+            raise FormatError(
+                f"disk full: writing {out} takes {need / 1e9:.2f} GB in {folder}, {free / 1e9:.2f} GB are free",
+                "free some space, or choose another disk with -o or --spill-dir",
+            )
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.absolute().parents) if p.is_dir())
+
+
+def _size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.glob("*") if p.is_file())
 
 
 # -- files --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turns what the system says about a failed write into one line with a way on."""
     try:
         yield
@@ -211,10 +225,10 @@ def _sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Creates `path` with what `write` writes, durably, and under its name only when it is complete."""
     temporary = path.with_name(path.name + ".tmp")
-    with _writing(path):
+    with writing(path):
         try:
             with open(temporary, "wb") as file:
                 write(file)
@@ -228,7 +242,7 @@ def _write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    _write_file(path, lambda file: file.write(data))
+    write_file(path, lambda file: file.write(data))
 
 
 def _json_bytes(value: Json, file: str) -> bytes:
@@ -305,27 +319,27 @@ class ModelWriter:
         file = self.staging / "state.json"
         if self.staging.is_symlink() or (os.path.lexists(self.staging) and not self.staging.is_dir()):
             raise FormatError(f"{self.staging} is in the way: it is not a folder", "remove it")
-        with _writing(self.staging):
+        with writing(self.staging):
             self.staging.mkdir(parents=True, exist_ok=True)
             foreign = {p.name for p in self.staging.iterdir()} - {"lock", "state.json", "state.json.tmp"}
             if file.exists():
-                foreign -= {"work", "model", "replaced"}
+                foreign -= {"work", "model", "replaced", SPILL_NAME}
             if foreign:
                 raise FormatError(f"{self.staging} holds {min(foreign)}, which is not ours", "move it away")
             self._lock = _take_lock(self.staging)
         try:
-            with _writing(self.staging):
+            with writing(self.staging):
                 self._restore()
                 self._check_out()
                 if restart:
-                    for folder in (self._work, self._model):
+                    for folder in (self._work, self._model, self.staging / SPILL_NAME):
                         shutil.rmtree(folder, ignore_errors=True)
                     file.unlink(missing_ok=True)
                 elif file.exists():
                     self._compare(parse_json(file.read_bytes(), str(file)), state)
             if not file.exists():
                 _write_bytes(file, _json_bytes(state, "state.json"))
-            with _writing(self.staging):
+            with writing(self.staging):
                 self._work.mkdir(exist_ok=True)
         except BaseException:
             self.close()
@@ -389,7 +403,7 @@ class ModelWriter:
 
         record = {"entries": entries, "offsets": layout_of, "bytes": at, "notes": notes}
         text = _json_bytes(record, f"{key}.json")
-        _write_file(self._work / f"{key}.bin", write)
+        write_file(self._work / f"{key}.bin", write)
         _write_bytes(self._work / f"{key}.json", text)
 
     def has(self, key: str) -> bool:
@@ -485,7 +499,7 @@ class ModelWriter:
         if os.path.lexists(self._model):
             shutil.rmtree(self._model)
         try:
-            with _writing(self._model):
+            with writing(self._model):
                 self._model.mkdir()
             self._assemble(pieces, manifest, text, files)
         except BaseException:
@@ -512,7 +526,7 @@ class ModelWriter:
             if isinstance(content, bytes):
                 _write_bytes(self._model / name, content)
             else:
-                _write_file(self._model / name, partial(_copy_in, content=content))
+                write_file(self._model / name, partial(_copy_in, content=content))
         index = {
             "metadata": {"build_id": manifest.build_id, "total_size": sum(p.stored.bytes for p in pieces)},
             "weight_map": dict(sorted(weight_map.items())),
@@ -553,11 +567,11 @@ class ModelWriter:
                 if digest.hexdigest() != piece.checksum:
                     self._damaged(piece.key, piece.name)
 
-        _write_file(path, write)
+        write_file(path, write)
 
     def _publish(self) -> None:
         """Renames the finished folder to the output; an old output is moved aside first and removed last."""
-        with _writing(self.out):
+        with writing(self.out):
             if self._check_out():
                 shutil.rmtree(self._replaced, ignore_errors=True)
                 os.rename(self.out, self._replaced)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from twobit.quant.source import Checkpoint
+    from twobit.quant.states import States
 
 SEQUENCE = 512  # tokens
 DEFAULT_TOKENS = 24_576
@@ -226,28 +227,40 @@ class Activations:
         checkpoint: Checkpoint,
         calibration: Calibration,
         pool: ThreadPoolExecutor,
+        states: States,
         advance: Callable[[int], None] = lambda tokens: None,
+        device: str = "cpu",
     ) -> None:
-        """`advance` is told the tokens that passed a layer."""
+        """`states` may hold the input of a later layer than the first; `advance` is told the tokens that passed a
+        layer; device: where torch computes, "cpu" or "cuda".
+        """
         from twobit.quant.decoder import Decoder
 
         self.architecture: Architecture = checkpoint.architecture
+        self.device = device
         self._decoder = Decoder(self.architecture)
         self._pool = pool
         self._advance = advance
+        self._states = states
         specs = self.architecture.tensors()
         self._parts = {spec.module: spec.part for spec in specs if spec.role == "linear"}
-        embedding = next(spec for spec in specs if spec.role == "embedding")
-        self._states = self._embed(checkpoint, embedding, calibration.sequences)
-        self._chunks = _chunks([len(state) for state in self._states])
+        if states.layer < 0:
+            embedding = next(spec for spec in specs if spec.role == "embedding")
+            states.begin()
+            self._embed(checkpoint, embedding, calibration.sequences)
+            states.commit()
+        self._chunks = _chunks([len(sequence) for sequence in calibration.sequences])
 
     def layer(
         self, index: int, weights: Mapping[str, torch.Tensor], *, hessians: bool = True
     ) -> dict[str, torch.Tensor]:
         """Sends everything through layer `index`; returns {part: Hessian [cols, cols] fp32} for the parts of SHARED.
 
-        CalibrationError names the layer where a value is not finite.
+        `weights` and Hessians lie on the device. CalibrationError names the layer where a value is not finite.
         """
+        if index != self._states.layer:
+            raise ValueError(f"layer {index} cannot follow layer {self._states.layer - 1}")
+        self._states.begin()
         sums: dict[str, torch.Tensor] = {}
         for chunk in self._chunks:
             inputs: list[dict[str, torch.Tensor]] = [{} for _ in chunk]
@@ -259,20 +272,23 @@ class Activations:
                 job.result()
             if hessians:
                 self._add(sums, inputs)
+        self._states.commit()
         for total in sums.values():
             _mirror(total)
         return sums
 
     def head(self, norm: torch.Tensor) -> torch.Tensor:
-        """The Hessian of the head's input, after the final norm; the states are dropped."""
+        """The Hessian of the head's input, after the final norm."""
         sums: dict[str, torch.Tensor] = {}
         for chunk in self._chunks:
-            inputs = [{"head": self._decoder.norm(self._states[i], norm)} for i in chunk]
+            inputs = [{"head": self._decoder.norm(self._read(i), norm)} for i in chunk]
             self._check(inputs, "the final norm")
             self._add(sums, inputs)
-        self._states.clear()
         _mirror(sums["head"])
         return sums["head"]
+
+    def _read(self, i: int) -> torch.Tensor:
+        return self._states.read(i).to(self.device)
 
     def _one(
         self, index: int, weights: Mapping[str, torch.Tensor], i: int, inputs: dict[str, torch.Tensor] | None
@@ -281,9 +297,9 @@ class Activations:
             if inputs is not None:
                 inputs.setdefault(SHARED[self._parts[module]], x)
 
-        state = self._decoder.layer(index, self._states[i], weights, hook=hook)
+        state = self._decoder.layer(index, self._read(i), weights, hook=hook)
         self._check([{"output": state}, inputs or {}], f"layer {index}")
-        self._states[i] = state
+        self._states.write(i, state)
         self._advance(len(state))
 
     def _check(self, inputs: Iterable[Mapping[str, torch.Tensor]], where: str) -> None:
@@ -308,13 +324,13 @@ class Activations:
             x = torch.cat([values[part] for values in inputs])
             cols = x.shape[1]
             if part not in sums:
-                sums[part] = torch.zeros(cols, cols)
+                sums[part] = torch.zeros(cols, cols, device=self.device)
             for first in range(0, cols, PANEL):
                 jobs.append(self._pool.submit(_add_panel, sums[part], x, first))
         for job in jobs:
             job.result()
 
-    def _embed(self, checkpoint: Checkpoint, spec: TensorSpec, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _embed(self, checkpoint: Checkpoint, spec: TensorSpec, tokens: Sequence[Sequence[int]]) -> None:
         """First states; only the rows in use are kept of the embedding, which is read piece by piece."""
         import torch
 
@@ -329,7 +345,8 @@ class Activations:
         table = {spec.name: torch.cat(parts)}
         place = torch.zeros(rows, dtype=torch.long)
         place[used] = torch.arange(len(used))
-        return [self._decoder.embed(place[torch.tensor(sequence)], table) for sequence in tokens]
+        for i, sequence in enumerate(tokens):
+            self._states.write(i, self._decoder.embed(place[torch.tensor(sequence)], table))
 
 
 def _add_panel(total: torch.Tensor, x: torch.Tensor, first: int) -> None:

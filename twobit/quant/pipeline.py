@@ -1,38 +1,33 @@
 """From a checkpoint to a twobit model: layer by layer, resumable, the same bytes whatever the number of threads.
 
-Peak memory (`Plan.memory_bytes`) is the input embedding (or a tied head) in fp32, one layer in fp32 with its Hessians,
-the hidden states of the calibration tokens, and 800 MB for the interpreter, torch and buffers.
+One layer is in memory at a time (`twobit.quant.plan.memory_bytes` is the bound); the hidden states of the calibration
+tokens lie in files (`twobit.quant.states`), from which a killed run goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twobit.architecture import Architecture, TensorSpec
-from twobit.errors import CalibrationError, CheckpointError, FormatError, RuntimeFailure, TwobitError, UsageError
+from twobit.architecture import TensorSpec
+from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError
 from twobit.format import layout
-from twobit.format.writer import (
-    ModelWriter,
-    PackedTensor,
-    check_output,
-    check_replaceable,
-    check_space,
-    required_bytes,
-)
-from twobit.quant import calibrate
-from twobit.quant.recipe import Bits, Recipe
+from twobit.format.manifest import TensorEntry, canonical_json
+from twobit.format.writer import SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
+from twobit.quant import calibrate, plan
+from twobit.quant.plan import Options, peak_memory
+from twobit.quant.recipe import Bits
+from twobit.quant.states import States, spill_bytes
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -43,8 +38,6 @@ if TYPE_CHECKING:
     from twobit.quant.source import Checkpoint
 
 DAMPING = 0.1  # of the Hessian's mean diagonal
-BASE_MEMORY = 800_000_000  # bytes: interpreter, torch, buffers
-CHUNK_WEIGHTS = 1 << 22  # weights of a head that are rounded at a time
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
 COPIED = (
     "generation_config.json",
@@ -60,33 +53,6 @@ COPIED = (
     "chat_template.json",
 )
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY.md")
-# For the time estimate only: what one 2020s core does, per second.
-_MACS_PER_CORE = 2.0e10
-_WEIGHTS_PER_CORE = 4.0e6
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `twobit quantize` takes. `calib`: text files, empty for the package's own text."""
-
-    recipe: Recipe = field(default_factory=Recipe)
-    calib: tuple[Path, ...] = ()
-    calib_tokens: int = calibrate.DEFAULT_TOKENS
-    seed: int = 0
-    threads: int = 1
-    restart: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for flag, value, low in (
-            ("-t", self.threads, 1),
-            ("--calib-tokens", self.calib_tokens, 1),
-            ("--seed", self.seed, 0),
-        ):
-            if value < low:
-                raise UsageError(f"{flag} {value} is less than {low}")
-        if self.seed >= 1 << 64:
-            raise UsageError(f"--seed {self.seed} is more than 64 bits")
 
 
 class Progress:
@@ -105,43 +71,6 @@ class Progress:
         """Something that the user should look at."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run would make and take: `quantize --dry-run`."""
-
-    source: Path
-    output: Path
-    family: str
-    parameters: int
-    bits: Mapping[str, Any]
-    recipe: Mapping[str, Any]
-    memory_bytes: int
-    disk_bytes: int
-    seconds: float
-    calibration_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "dry_run": True,
-            "source": str(self.source),
-            "output": str(self.output),
-            "family": self.family,
-            **self.bits,
-            "recipe": dict(self.recipe),
-            "calibration": {"tokens": self.calibration_tokens},
-            "memory_bytes": self.memory_bytes,
-            "disk_bytes": self.disk_bytes,
-            "estimated_seconds": self.seconds,
-        }
-
-
-def plan(source: Path, output: Path, options: Options) -> Plan:
-    """Bits, bytes, time and memory of a run, from headers alone. Raises what the run would refuse at once."""
-    if options.calib:
-        calibrate.load_files(options.calib)
-    return _plan(_open(source, output, options), output, options)
-
-
 def quantize(
     source: Path, output: Path, options: Options | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
@@ -152,18 +81,22 @@ def quantize(
     """
     options, progress = options or Options(), progress or Progress()
     started = time.monotonic()
-    checkpoint = _open(source, output, options)
+    checkpoint = plan.open_source(source, output, options)
+    architecture = checkpoint.architecture
     for note in checkpoint.notes:
         progress.line(note)
     for warning in [*checkpoint.warnings, *_tokenizer_warnings(checkpoint)]:
         progress.warning(warning)
-    about = _plan(checkpoint, output, options)
-    if about.memory_bytes > (free := _available_memory()):
+    expected_ram = plan.memory_bytes(architecture, options.calib_tokens, options.threads)
+    if expected_ram > (free := plan.available_memory()):
         progress.warning(
-            f"this needs about {about.memory_bytes / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are available: "
+            f"this needs about {expected_ram / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are available: "
             "the system may end it"
         )
-    check_space(output, about.bits["draft_bytes"] + about.bits["residual_bytes"])
+    made = plan.manifest(checkpoint, options.recipe)
+    size, spill = made.bits(), _spill_folder(output, options)
+    scratch = spill_bytes(options.calib_tokens, architecture.hidden)
+    check_space(output, size["draft_bytes"] + size["residual_bytes"], scratch, spill)
     calibration = _calibration(checkpoint, options)
     progress.line(
         f"calibration: {len(calibration.sequences)} of {calibration.requested} sequences, "
@@ -173,19 +106,22 @@ def quantize(
     fingerprint = _fingerprint(checkpoint, calibration, options, progress)
     files = _files(checkpoint)
     with (
-        _memory_errors(about),
+        _memory_errors(expected_ram),
         ModelWriter(output, fingerprint, restart=options.restart, overwrite=options.overwrite) as writer,
         calibrate.one_torch_thread(options.threads) as pool,
     ):
-        run = _Run(checkpoint, calibration, options, progress, writer, pool)
+        owner = hashlib.sha256(canonical_json(fingerprint)).hexdigest()
+        lengths = [len(sequence) for sequence in calibration.sequences]
+        states = States(spill, owner, lengths, architecture.hidden)
+        run = _Run(checkpoint, calibration, options, progress, writer, pool, states)
         keys = run.all_steps()
         progress.stage("writing", 1)
         recipe = options.recipe.to_json() | {"damping": DAMPING, "errors": run.errors()}
         manifest = writer.finish(
             keys,
             config=checkpoint.config,
-            family=checkpoint.architecture.family,
-            parameters=about.parameters,
+            family=architecture.family,
+            parameters=made.parameters,
             recipe=recipe,
             calibration=calibration.to_json(),
             producer=_producer(),
@@ -198,121 +134,27 @@ def quantize(
         **manifest.bits(),
         "seconds": round(time.monotonic() - started, 3),
         "peak_ram_bytes": peak_memory(),
-        "expected_ram_bytes": about.memory_bytes,
+        "expected_ram_bytes": expected_ram,
         "calibration": calibration.to_json(),
         "errors": run.errors(),
     }
 
 
-def peak_memory() -> int:
-    """The most memory that this process has had in RAM, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024
-
-
 # -- before the work ----------------------------------------------------------------------------------------
 
 
-def _open(source: Path, output: Path, options: Options) -> Checkpoint:
-    from twobit.quant.source import Checkpoint
-
-    check_output(source, output)
-    checkpoint = Checkpoint.open(source)
-    options.recipe.check(spec.module for spec in checkpoint.architecture.tensors() if spec.role in ("linear", "head"))
-    if os.path.lexists(output):
-        if not options.overwrite:
-            way = "choose another output folder" + (", or pass --overwrite" if output.is_dir() else "")
-            raise FormatError(f"{output} exists", way)
-        check_replaceable(output)
-    return checkpoint
+def _spill_folder(output: Path, options: Options) -> Path:
+    """Where the hidden states lie: in the unfinished output, or in a folder of their own under --spill-dir."""
+    if options.spill is None:
+        return staging_path(output) / SPILL_NAME
+    mark = hashlib.sha256(os.path.abspath(output).encode()).hexdigest()[:16]
+    return options.spill / f"twobit-{mark}"
 
 
 def _tokenizer_warnings(checkpoint: Checkpoint) -> list[str]:
     from twobit.quant.source import check_tokenizer_ids
 
     return check_tokenizer_ids(checkpoint.folder, checkpoint.architecture.vocab)
-
-
-def _matrices(architecture: Architecture) -> Iterator[TensorSpec]:
-    return (spec for spec in architecture.tensors() if spec.role in ("linear", "head"))
-
-
-def _parameters(architecture: Architecture) -> int:
-    specs = architecture.tensors()
-    return sum(math.prod(s.shape) for s in specs if not (architecture.tied and s.role == "head"))
-
-
-def _plan(checkpoint: Checkpoint, output: Path, options: Options) -> Plan:
-    from twobit.format.manifest import Manifest, TensorEntry
-
-    architecture, recipe = checkpoint.architecture, options.recipe
-    entries: dict[str, TensorEntry] = {}
-    for spec in architecture.tensors():
-        if spec.role in ("linear", "head"):
-            bits = recipe.bits(spec.module, spec.role)
-            which = "wide" if bits.wide else "narrow"
-            entries[spec.module] = TensorEntry("matrix", spec.shape, {}, bits.draft, bits.residual, bits.group, which)
-        elif spec.role == "embedding":
-            if not architecture.tied:
-                entries[spec.module] = TensorEntry("embedding", spec.shape, {})
-        else:
-            entries[spec.name] = TensorEntry("plain", spec.shape, {}, dtype=checkpoint.dtype(spec))
-    parameters = _parameters(architecture)
-    bits_json = Manifest(architecture.family, parameters, entries).bits()
-    model_bytes = bits_json["draft_bytes"] + bits_json["residual_bytes"]
-    return Plan(
-        source=checkpoint.folder,
-        output=output,
-        family=architecture.family,
-        parameters=parameters,
-        bits=bits_json,
-        recipe=recipe.to_json(),
-        memory_bytes=memory_bytes(architecture, options.calib_tokens),
-        disk_bytes=required_bytes(model_bytes),
-        seconds=_seconds(architecture, options),
-        calibration_tokens=options.calib_tokens,
-    )
-
-
-def memory_bytes(architecture: Architecture, tokens: int) -> int:
-    """The bound on peak memory: embeddings + one layer with its Hessians + hidden states + BASE_MEMORY."""
-    layers = []
-    for layer in architecture.layers:
-        linears = [s for s in architecture.tensors() if s.layer == layer.index and s.role == "linear"]
-        widths = {calibrate.SHARED[s.part]: s.shape[1] for s in linears}
-        layers.append(sum(math.prod(s.shape) for s in linears) + sum(w * w for w in widths.values()))
-    embedding = architecture.vocab * architecture.hidden
-    return 4 * (embedding + max(layers) + tokens * architecture.hidden) + BASE_MEMORY
-
-
-def _seconds(architecture: Architecture, options: Options) -> float:
-    macs = weights = 0
-    for spec in _matrices(architecture):
-        rows, cols = spec.shape
-        weights += rows * cols
-        if spec.role == "linear":
-            shared = 1 if spec.part in calibrate.SHARED.values() else 0
-            macs += options.calib_tokens * (rows * cols + shared * cols * cols // 2)
-    return round((macs / _MACS_PER_CORE + weights / _WEIGHTS_PER_CORE) / options.threads, 1)
-
-
-def _available_memory() -> float:
-    """Bytes that this process may still take, as far as the system says."""
-    found = [math.inf]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found += [1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]
-    except OSError:
-        pass
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            found.append(float(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        found.append(float(limit))
-    return min(found)
 
 
 def _render(checkpoint: Checkpoint) -> calibrate.Render | None:
@@ -361,6 +203,7 @@ def _fingerprint(
             "rules": [str(rule) for rule in options.recipe.rules],
             "calib_tokens": options.calib_tokens,
             "seed": options.seed,
+            "device": options.device,
         },
         "calibration": calibration.to_json(),
     }
@@ -383,7 +226,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, bytes | Path]:
 
 
 @contextmanager
-def _memory_errors(about: Plan) -> Iterator[None]:
+def _memory_errors(expected: int) -> Iterator[None]:
     """Turns a failed allocation, of Python or of torch, into one line."""
     try:
         yield
@@ -391,7 +234,7 @@ def _memory_errors(about: Plan) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise RuntimeFailure(
-            f"out of memory: this model needs about {about.memory_bytes / 1e9:.1f} GB",
+            f"out of memory: this model needs about {expected / 1e9:.1f} GB",
             "close other programs or use a larger machine; run the same command again to go on",
         ) from error
 
@@ -410,6 +253,7 @@ class _Run:
         progress: Progress,
         writer: ModelWriter,
         pool: ThreadPoolExecutor,
+        states: States,
     ) -> None:
         self.checkpoint = checkpoint
         self.calibration = calibration
@@ -417,6 +261,7 @@ class _Run:
         self.progress = progress
         self.writer = writer
         self.pool = pool
+        self.states = states
         self.architecture = checkpoint.architecture
         self.specs = self.architecture.tensors()
         self._errors: dict[str, dict[str, list[float]]] = {}
@@ -436,6 +281,7 @@ class _Run:
         missing = [key for key in (*layers, "head") if not self.writer.has(key)]
         if missing:
             self._layers(layers)
+        self.states.remove()
         for key in keys:
             notes = self.writer.notes(key)
             if notes:
@@ -460,30 +306,38 @@ class _Run:
         dtype, raw = self.checkpoint.read_raw(spec)
         return PackedTensor.plain(raw, dtype, spec.shape)
 
+    def _row_chunks(self, spec: TensorSpec) -> Iterator[torch.Tensor]:
+        rows, cols = spec.shape
+        step = max(1, plan.CHUNK_WEIGHTS // (ROW_STEP * cols)) * ROW_STEP
+        for first in range(0, rows, step):
+            yield self.checkpoint.read(spec, (first, min(first + step, rows)))
+
     def _embedding(self) -> None:
         (spec,) = (s for s in self.specs if s.role == "embedding")
-        weight = self.checkpoint.read(spec).numpy()
-        self.writer.store("embedding", {spec.module: PackedTensor.embedding(weight)})
+        planes = _joined(layout.pack_embedding(weight.numpy()) for weight in self._row_chunks(spec))
+        rows, cols = spec.shape
+        self.writer.store("embedding", {spec.module: PackedTensor(TensorEntry("embedding", (rows, cols), {}), planes)})
 
     def _layers(self, keys: Sequence[str]) -> None:
-        tokens = self.calibration.tokens
-        total = len(keys) + 1
-        self.progress.stage("quantizing", tokens * total)
-        states = calibrate.Activations(self.checkpoint, self.calibration, self.pool, self.progress.advance)
-        last = max((i for i, key in enumerate(keys) if not self.writer.has(key)), default=-1)
-        head = not self.writer.has("head")
-        for index, key in enumerate(keys):
-            if index > last and not head:
-                break
+        missing = [i for i, key in enumerate((*keys, "head")) if not self.writer.has(key)]
+        tokens, end = self.calibration.tokens, len(keys)
+        self.progress.stage("quantizing", tokens * (end + 1))
+        if self.states.resume(missing[0]):
+            self.progress.advance(tokens * self.states.layer)
+        inputs = calibrate.Activations(
+            self.checkpoint, self.calibration, self.pool, self.states, self.progress.advance, self.options.device
+        )
+        for index in range(self.states.layer, min(end, missing[-1] + 1)):
             started = time.monotonic()
             specs = [s for s in self.specs if s.layer == index]
             weights = {s.name: self.checkpoint.read(s) for s in specs}
-            stored = self.writer.has(key)
-            hessians = states.layer(index, weights, hessians=not stored)
-            if not stored:
-                self._layer(key, index, specs, weights, hessians, started)
-        if head:
-            self._head(states)
+            on_device = {name: weight.to(self.options.device) for name, weight in weights.items()}
+            hessians = inputs.layer(index, on_device, hessians=index in missing)
+            del on_device
+            if index in missing:
+                self._layer(keys[index], index, specs, weights, hessians, started)
+        if end in missing:
+            self._head(inputs)
         self.progress.advance(tokens)
 
     def _layer(
@@ -514,27 +368,25 @@ class _Run:
         kinds = ", ".join(sorted({str(self.options.recipe.bits(name, "linear")) for name in errors}))
         self._report(f"layer {index + 1}/{len(self.architecture.layers)}", kinds, errors, started)
 
-    def _head(self, states: calibrate.Activations) -> None:
+    def _head(self, inputs: calibrate.Activations) -> None:
         started = time.monotonic()
         (norm,) = (s for s in self.specs if s.part == "final_norm")
         (spec,) = (s for s in self.specs if s.role == "head")
-        factor = self._factor(states.head(self.checkpoint.read(norm)), [spec])
+        factor = self._factor(inputs.head(self.checkpoint.read(norm).to(self.options.device)), [spec])
         bits = self.options.recipe.bits(spec.module, spec.role)
-        rows, cols = spec.shape
-        step = max(1, CHUNK_WEIGHTS // (ROW_STEP * cols)) * ROW_STEP
-        parts: dict[str, list[np.ndarray]] = {}
         energy = np.zeros(3)
-        for first in range(0, rows, step):
-            weight = self.checkpoint.read(spec, (first, min(first + step, rows)))
+
+        def packed_rows(weight: torch.Tensor) -> dict[str, np.ndarray]:
             rounded = self._round(spec, weight, factor, bits)
             own = float(weight.square().sum(dtype=_float64()))
-            energy += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
+            energy[:] += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
             layout.check_rows(
                 spec.module, rounded.row_scale, rounded.row_a, rounded.row_b, bits.draft, bits.residual, bits.wide
             )
-            for name, plane in layout.pack(rounded).items():
-                parts.setdefault(name, []).append(plane)
-        planes = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+            return layout.pack(rounded)
+
+        planes = _joined(map(packed_rows, self._row_chunks(spec)))
+        rows, cols = spec.shape
         packed = PackedTensor.from_planes(planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide)
         draft, full = np.sqrt(energy[:2] / max(energy[2], 1e-300))
         errors = {spec.module: [float(draft), float(full)]}
@@ -573,6 +425,15 @@ class _Run:
         full = math.sqrt(sum(f * f for _, f in errors.values()) / len(errors))
         seconds = time.monotonic() - started
         self.progress.line(f"{what:<12} {bits:<8} error: draft {draft:.3f}, full {full:.5f}   {seconds:.1f} s")
+
+
+def _joined(chunks: Iterator[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Planes that were made by chunks of ROW_STEP rows, put together one at a time."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for planes in chunks:
+        for name, plane in planes.items():
+            parts.setdefault(name, []).append(plane)
+    return {name: np.concatenate(parts.pop(name)) for name in list(parts)}
 
 
 def _float64() -> Any:

@@ -92,6 +92,7 @@ def identity(columns: int, note: str | None = None) -> Factor:
 def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
     """Factor a Hessian [columns, columns] (symmetric, fp32 or fp64), which must not change while the factor is used.
 
+    It is factored on its device; the factor lies on the CPU.
     `damping` mean diagonals are added to the diagonal, which also covers columns that were always zero. Where that is
     not enough it is raised tenfold up to MAX_DAMPING, and then the identity stands in; `note` says so.
     Raises CalibrationError when the Hessian holds a NaN or an infinity.
@@ -110,7 +111,7 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
             # flipped, so that the lower Cholesky factor is the upper one of H = F diag(d) F^T; factored in place
             root = hessian.flip(0, 1).to(torch.float64 if columns <= DOUBLE_COLUMNS else torch.float32).div_(mean)
             root.diagonal().add_(damping)
-            info = torch.empty((), dtype=torch.int32)
+            info = torch.empty((), dtype=torch.int32, device=root.device)
             torch.linalg.cholesky_ex(root, out=(root, info))
             if int(info) == 0 and bool(torch.isfinite(root.diagonal()).all()):
                 break
@@ -118,6 +119,7 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
             if damping > MAX_DAMPING:
                 return identity(columns, "the calibration Hessian is not positive definite: rounded to nearest")
             note = f"the calibration Hessian is not positive definite: damping raised from {asked:g} to {damping:g}"
+        root, hessian = root.cpu(), hessian.cpu()
         padded = (columns + 31) // 32 * 32
         # an odd number of cache lines per row, so that a column strip does not fall into a few cache sets
         stride = padded if padded // 16 % 2 else padded + 16

@@ -1,0 +1,239 @@
+"""What a run of the quantizer would make and take, told before it starts: bits, bytes, memory, time."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twobit.architecture import Architecture, TensorSpec
+from twobit.errors import FormatError, RuntimeFailure, UsageError
+from twobit.format.writer import check_output, check_replaceable, required_bytes
+from twobit.quant import calibrate
+from twobit.quant.recipe import Recipe
+from twobit.quant.states import spill_bytes
+
+if TYPE_CHECKING:
+    from twobit.format.manifest import Manifest
+    from twobit.quant.source import Checkpoint
+
+DEVICES = ("cpu", "cuda")
+BASE_MEMORY = 600_000_000  # bytes: interpreter, torch, tokenizer, read buffers
+CHUNK_WEIGHTS = 1 << 22  # weights of a head or an embedding that are worked on at a time
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `twobit quantize` takes.
+
+    calib: text files, empty for the package's own text; device: where torch computes, "cpu" or "cuda"; spill: folder
+    for the hidden states, None for the unfinished output.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    calib: tuple[Path, ...] = ()
+    calib_tokens: int = calibrate.DEFAULT_TOKENS
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+    spill: Path | None = None
+    restart: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for flag, value, low in (
+            ("-t", self.threads, 1),
+            ("--calib-tokens", self.calib_tokens, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if value < low:
+                raise UsageError(f"{flag} {value} is less than {low}")
+        if self.seed >= 1 << 64:
+            raise UsageError(f"--seed {self.seed} is more than 64 bits")
+        if self.device not in DEVICES:
+            raise UsageError(f"--device {self.device} is not one of {', '.join(DEVICES)}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would make and take: `quantize --dry-run`. seconds: by what takes them."""
+
+    source: Path
+    output: Path
+    family: str
+    parameters: int
+    bits: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    memory_bytes: int
+    disk_bytes: int
+    seconds: Mapping[str, float]
+    calibration_tokens: int
+    threads: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dry_run": True,
+            "source": str(self.source),
+            "output": str(self.output),
+            "family": self.family,
+            **self.bits,
+            "recipe": dict(self.recipe),
+            "calibration": {"tokens": self.calibration_tokens},
+            "memory_bytes": self.memory_bytes,
+            "disk_bytes": self.disk_bytes,
+            "threads": self.threads,
+            "estimated_seconds": round(sum(self.seconds.values()), 1),
+            "estimated_seconds_by_part": {part: round(value, 1) for part, value in self.seconds.items()},
+        }
+
+
+def plan(source: Path, output: Path, options: Options) -> Plan:
+    """Bits, bytes, time and memory of a run, from headers alone. Raises what the run would refuse at once.
+
+    The time comes from probes of a second or so on this machine (`twobit.quant.cost`).
+    """
+    from twobit.quant.cost import estimate
+
+    if options.calib:
+        calibrate.load_files(options.calib)
+    checkpoint = open_source(source, output, options)
+    made, architecture = manifest(checkpoint, options.recipe), checkpoint.architecture
+    return Plan(
+        source=checkpoint.folder,
+        output=output,
+        family=architecture.family,
+        parameters=made.parameters,
+        bits=made.bits(),
+        recipe=options.recipe.to_json(),
+        memory_bytes=memory_bytes(architecture, options.calib_tokens, options.threads),
+        disk_bytes=disk_bytes(made, architecture, options.calib_tokens),
+        seconds=estimate(checkpoint, options),
+        calibration_tokens=options.calib_tokens,
+        threads=options.threads,
+    )
+
+
+def open_source(source: Path, output: Path, options: Options) -> Checkpoint:
+    """The checkpoint, with all checked that needs no weights: paths, headers, rules, device."""
+    from twobit.quant.source import Checkpoint
+
+    check_output(source, output)
+    if options.spill is not None:
+        check_output(source, options.spill / "x")
+    checkpoint = Checkpoint.open(source)
+    options.recipe.check(spec.module for spec in matrices(checkpoint.architecture))
+    if os.path.lexists(output):
+        if not options.overwrite:
+            way = "choose another output folder" + (", or pass --overwrite" if output.is_dir() else "")
+            raise FormatError(f"{output} exists", way)
+        check_replaceable(output)
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeFailure(
+                f"--device cuda: torch {torch.__version__} has no CUDA device here",
+                "install a torch built for CUDA and its driver, or leave out --device cuda",
+            )
+    return checkpoint
+
+
+def matrices(architecture: Architecture) -> Iterator[TensorSpec]:
+    return (spec for spec in architecture.tensors() if spec.role in ("linear", "head"))
+
+
+def manifest(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
+    """What the model will hold, without checksums."""
+    from twobit.format.manifest import Manifest, TensorEntry
+
+    architecture = checkpoint.architecture
+    entries: dict[str, TensorEntry] = {}
+    for spec in architecture.tensors():
+        if spec.role in ("linear", "head"):
+            bits = recipe.bits(spec.module, spec.role)
+            which = "wide" if bits.wide else "narrow"
+            entries[spec.module] = TensorEntry("matrix", spec.shape, {}, bits.draft, bits.residual, bits.group, which)
+        elif spec.role == "embedding":
+            if not architecture.tied:
+                entries[spec.module] = TensorEntry("embedding", spec.shape, {})
+        else:
+            entries[spec.name] = TensorEntry("plain", spec.shape, {}, dtype=checkpoint.dtype(spec))
+    specs = [s for s in architecture.tensors() if not (architecture.tied and s.role == "head")]
+    return Manifest(architecture.family, sum(math.prod(s.shape) for s in specs), entries)
+
+
+def disk_bytes(made: Manifest, architecture: Architecture, tokens: int) -> int:
+    """Free space that a run takes at its peak, the result included."""
+    bits = made.bits()
+    return required_bytes(bits["draft_bytes"] + bits["residual_bytes"]) + spill_bytes(tokens, architecture.hidden)
+
+
+def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
+    """The bound on peak memory: BASE_MEMORY and the largest of these, whatever the depth of the model.
+
+    - the first states: the embedding's rows in use, fp32;
+    - a layer's pass: its weights in fp32, its Hessians, the inputs of one chunk of tokens;
+    - a layer's rounding: the weights and Hessians that are left, a factor of the Hessian and its root, the codes;
+    - the head, or an untied embedding: its planes, twice while they are put together, and its Hessian's factor.
+    """
+    stages = [4 * min(tokens, architecture.vocab) * architecture.hidden]
+    linears = [s for s in architecture.tensors() if s.role == "linear"]
+    for layer in architecture.layers:
+        groups: dict[str, list[TensorSpec]] = {}
+        for spec in (s for s in linears if s.layer == layer.index):
+            groups.setdefault(calibrate.SHARED[spec.part], []).append(spec)
+        width = {part: group[0].shape[1] for part, group in groups.items()}
+        weights = {part: sum(math.prod(s.shape) for s in group) for part, group in groups.items()}
+        left = 4 * sum(weights.values()) + 4 * sum(w * w for w in width.values())
+        chunk = 4 * (calibrate.CHUNK_TOKENS + calibrate.SEQUENCE) * 2 * sum(width.values())
+        widest = max(architecture.hidden, layer.intermediate, layer.n_heads * layer.head_dim)
+        passing = 4 * min(threads, calibrate.CHUNK_TOKENS // calibrate.SEQUENCE) * calibrate.SEQUENCE * 6 * widest
+        stages.append(left + chunk + passing)
+        packed = 0.0
+        for part in groups:
+            stages.append(
+                int(left + packed) + _factor_bytes(width[part]) + 5 * max(math.prod(s.shape) for s in groups[part])
+            )
+            left -= 4 * weights[part] + 4 * width[part] ** 2
+            packed += 1.5 * weights[part]
+    table = architecture.vocab * architecture.hidden
+    stages.append(
+        int(2.5 * table) + 4 * architecture.hidden**2 + _factor_bytes(architecture.hidden) + 12 * CHUNK_WEIGHTS
+    )
+    return BASE_MEMORY + max(stages)
+
+
+def _factor_bytes(width: int) -> int:
+    """The root of a Hessian (fp64 up to rounding.DOUBLE_COLUMNS), what LAPACK copies of it, and the factor in fp32."""
+    from twobit.quant.rounding import DOUBLE_COLUMNS
+
+    return (20 if width <= DOUBLE_COLUMNS else 12) * width * width
+
+
+def available_memory() -> float:
+    """Bytes that this process may still take, as far as the system says."""
+    found = [math.inf]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found += [1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            found.append(float(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        found.append(float(limit))
+    return min(found)
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had in RAM, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024
