@@ -681,6 +681,36 @@ def test_an_edited_manifest_is_refused(copy: Path) -> None:
         open_model(copy)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 10001.0},
+        {"rope_theta": "10000.0"},
+        {"attention_bias": True},
+        {"model_type": "qwen2"},
+        {"note": None},
+    ],
+)
+def test_edited_settings_are_refused(copy: Path, change: dict) -> None:
+    edit_json(copy / "config.json", lambda c: c.update(change))
+    with pytest.raises(FormatError, match=r"config\.json: settings outside quantization_config were changed"):
+        open_model(copy)
+
+
+def test_settings_may_be_spelled_in_another_way(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_bytes())
+    text = json.dumps(dict(reversed(config.items()))).replace("10000.0", "1e4")
+    (copy / "config.json").write_text(text)
+    open_model(copy, check=True)
+
+
+def test_settings_belong_to_the_build(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIG, "rope_theta", 5e5)
+    other = open_model(make(tmp_path / "other")).manifest
+    assert other.build_id != open_model(built).manifest.build_id
+    assert other.tensors == open_model(built).manifest.tensors
+
+
 def test_shapes_of_the_manifest_must_fit_the_shards(copy: Path) -> None:
     old = open_id(copy)
     edit_json(

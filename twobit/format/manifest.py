@@ -112,7 +112,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parsed `quantization_config`. `tensors` keeps the order of the model; `parameters` counts the source's."""
+    """The parsed `quantization_config`. `tensors` keeps the order of the model; `parameters` counts the source's;
+    `config_sha256` is that of the rest of config.json (`config_digest`)."""
 
     family: str
     parameters: int
@@ -122,6 +123,7 @@ class Manifest:
     producer: str = QUANT_METHOD
     version: int = FORMAT_VERSION
     build_id: str = ""
+    config_sha256: str = ""
 
     def stored(self) -> dict[str, tuple[str, Stored]]:
         """Every tensor of the shard files: its name there -> (tensor, Stored). FormatError where two names collide."""
@@ -168,6 +170,7 @@ class Manifest:
             "recipe": dict(self.recipe),
             "calibration": dict(self.calibration),
             "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
+            "config_sha256": self.config_sha256,
         }
         return body | {"build_id": compute_build_id(body)}
 
@@ -188,6 +191,11 @@ def canonical_json(value: Json) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"not a JSON value: {error}") from error
     return text.encode("ascii")
+
+
+def config_digest(config: Mapping[str, Json]) -> str:
+    """SHA-256 (hex) of config.json without `quantization_config`: the settings that the weights were made for."""
+    return hashlib.sha256(canonical_json({k: v for k, v in config.items() if k != "quantization_config"})).hexdigest()
 
 
 def compute_build_id(quantization_config: Mapping[str, Json]) -> str:
@@ -286,14 +294,20 @@ class _Parser:
             producer=q["producer"],
             version=version,
             build_id=build_id,
+            config_sha256=self.get(where, q, "config_sha256", str) if "config_sha256" in q else "",
         )
         try:
-            actual = compute_build_id(q)
+            actual, settings = compute_build_id(q), config_digest(config)
             manifest.stored()
         except FormatError as error:
             self.fail(f"{where}: {error}")
         if build_id != actual:
             self.fail(f"{where} was changed after the build: its build_id is {_short(build_id)}, its contents {actual}")
+        if manifest.config_sha256 not in ("", settings):
+            self.fail(
+                f"settings outside {where} were changed after the build: their SHA-256 is {settings}, "
+                f"config_sha256 {_short(manifest.config_sha256)}"
+            )
         return manifest
 
     def entry(self, name: str, value: Json) -> TensorEntry:

@@ -44,6 +44,7 @@ from twobit.format.manifest import (
     Stored,
     TensorEntry,
     canonical_json,
+    config_digest,
     parse_json,
 )
 
@@ -492,7 +493,15 @@ class ModelWriter:
                 for full, stored in entry.stored(name).items():
                     offset = record["offsets"][name][stored.plane]
                     pieces.append(_Piece(full, stored, entry.checksums[stored.plane], key, offset))
-        manifest = Manifest(family, parameters, entries, dict(recipe), dict(calibration), producer)
+        manifest = Manifest(
+            family,
+            parameters,
+            entries,
+            dict(recipe),
+            dict(calibration),
+            producer,
+            config_sha256=config_digest(config),
+        )
         final_config = {**config, "quantization_config": manifest.to_json()}
         text = _json_bytes(final_config, "config.json")
         manifest = Manifest.from_config(parse_json(text, "config.json"))  # never write what no reader would take
