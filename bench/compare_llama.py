@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Decoding speed of twobit and of llama.cpp's Q8_0 on the same model, alternated in one run.
+"""Speed of twobit and of llama.cpp's Q8_0 on the same model, alternated in one run.
 
     python scripts/peers.py
-    python bench/compare_llama.py --checkpoint build/demo/smollm2 --model build/demo/smollm2-2bit [-r 5] [-n 128] [-t 2]
+    python bench/compare_llama.py --checkpoint build/demo/smollm2 --model build/demo/smollm2-2bit [-r 5] [-n 64] [-t 1,2]
 
-Every round runs `llama-bench` (tg of n tokens), then twobit without drafting and with drafting on each of three
-unrepetitive prompts (code, prose, chat); then comes the next round, so that whatever else runs slows all of them.
-Shown are medians over the rounds, the lowest and highest, and the ratio of medians to llama.cpp's. End tokens do not
-end a run.
+Tests, named as llama-bench names them: tgN, decoding N tokens one by one; pp4 and pp16, batches of so many tokens as
+verifying a draft has them; pp512, prefill. Every round takes, for each number of threads, llama-bench, the bandwidth
+probe, and twobit; then comes the next round, so that whatever else runs slows all of them. twobit decodes after three
+unrepetitive prompts (code, prose, chat), with drafting and without; the text must be the same. End tokens do not end a
+run. Shown are medians over the rounds, the lowest and highest, and the ratio of medians to llama.cpp's.
 """
 
 from __future__ import annotations
@@ -24,83 +25,73 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import peers  # noqa: E402
 
-from twobit.runtime.generate import Result, generate  # noqa: E402
+from twobit import benchmark  # noqa: E402
 from twobit.runtime.model import Model  # noqa: E402
-from twobit.runtime.sampling import Sampling  # noqa: E402
-from twobit.runtime.session import Session, StepOptions  # noqa: E402
 from twobit.runtime.tokenizer import Tokenizer  # noqa: E402
 
-PROMPTS = {
-    "code": "Write a Python class for a priority queue that supports changing priorities, with a short usage example.",
-    "prose": "Write a short story about a cartographer who discovers that one of the rivers on her map has moved.",
-    "chat": "I have three free days in autumn and like walking, old towns and good bread. Where should I go, and why?",
-}
+BATCHES = (4, 16)
+PREFILL = 512
 
 
-def llama_bench(model: Path, tokens: int, threads: int) -> float:
-    """Tokens/s of one `llama-bench` tg run (which warms up by itself)."""
-    command = [peers.BINARIES / "llama-bench", "-m", model, "-t", threads, "-p", 0, "-n", tokens, "-r", 1, "-o", "json"]
+def llama_bench(model: Path, threads: int, *arguments: str) -> dict[str, float]:
+    """Tokens/s by test of one `llama-bench` run."""
+    command = [peers.BINARIES / "llama-bench", "-m", model, "-t", threads, "-r", 1, "-o", "json", *arguments]
     done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout)[0]["avg_ts"])
+    return {
+        f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}": float(row["avg_ts"])
+        for row in json.loads(done.stdout)
+    }
 
 
-def twobit_run(session: Session, tokenizer: Tokenizer, prompt: list[int], tokens: int, draft: bool) -> Result:
-    """One greedy generation of exactly `tokens` tokens from an empty cache."""
-    session.rewind(0)
-    step = StepOptions(eos=frozenset()) if draft else StepOptions(eos=frozenset(), draft_max=0)
-    result = None
-    for event in generate(session, tokenizer, prompt, Sampling(), step, max_tokens=tokens):
-        if isinstance(event, Result):
-            result = event
-    assert result is not None
-    assert len(result.token_ids) == tokens
-    return result
+def llama(model: Path, threads: int, tokens: int) -> dict[str, float]:
+    """A batch is short, so it is taken three times; a long prompt needs no warming up."""
+    batches = ",".join(map(str, BATCHES))
+    return llama_bench(model, threads, "-p", batches, "-n", str(tokens), "-r", "3") | llama_bench(
+        model, threads, "-p", str(PREFILL), "-n", "0", "--no-warmup"
+    )
 
 
-def measure(model: Path, gguf: Path, rounds: int, tokens: int, threads: int) -> dict[str, Any]:
-    """Runs all rounds; speeds in tokens/s by test, tokens per step by prompt."""
+def measure(model: Path, gguf: Path, rounds: int, tokens: int, threads: list[int]) -> dict[str, Any]:
+    """Runs all rounds; one row per test, engine and number of threads."""
     opened = Model.open(model)
     tokenizer = Tokenizer.load(model, config=opened.config, rows=opened.vocab)
-    session = Session(opened, 1024 + tokens, threads)
-    prompts = {kind: tokenizer.chat_ids([{"role": "user", "content": text}]) for kind, text in PROMPTS.items()}
-    speeds: dict[str, list[float]] = {}
-    steps: dict[str, float] = {}
+    rates: dict[tuple[int, str, str], list[float]] = {}
+    reads: dict[int, float] = {}
     for number in range(rounds):
-        speeds.setdefault("llama.cpp Q8_0", []).append(llama_bench(gguf, tokens, threads))
-        means: dict[str, list[float]] = {"plain": [], "drafted": []}
-        for kind, prompt in prompts.items():
-            plain = twobit_run(session, tokenizer, prompt, tokens, draft=False)
-            drafted = twobit_run(session, tokenizer, prompt, tokens, draft=True)
-            if plain.token_ids != drafted.token_ids:
-                raise SystemExit(f"{kind}: tokens with drafting differ from those without")
-            for mode, result in (("plain", plain), ("drafted", drafted)):
-                speeds.setdefault(f"twobit {mode}, {kind}", []).append(result.decode_tokens_per_s)
-                means[mode].append(result.decode_tokens_per_s)
-            steps[kind] = drafted.tokens_per_step
-        for mode, values in means.items():
-            speeds.setdefault(f"twobit {mode}, mean", []).append(statistics.mean(values))
+        for n in threads:
+            peer = llama(gguf, n, tokens)
+            report = benchmark.speeds(
+                opened, tokenizer, prompts=[*BATCHES, PREFILL], new=tokens, repeats=1, threads=[n], warm=number == 0
+            )
+            for test, rate in peer.items():
+                rates.setdefault((n, test, "llama.cpp Q8_0"), []).append(rate)
+            for row in report.results:
+                engine = "twobit, drafting" if row["draft"] else "twobit"
+                rates.setdefault((n, row["test"], engine), []).append(row["tokens_per_s"])
+            reads[n] = max(reads.get(n, 0), report.probes[0].read_gb_s)
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    base = statistics.median(speeds["llama.cpp Q8_0"])
+    size = {"llama.cpp Q8_0": gguf_read_bytes(gguf, opened), "twobit": benchmark.read_bytes(opened)}
+    rows = []
+    for (n, test, engine), values in sorted(rates.items()):
+        median, base = statistics.median(values), statistics.median(rates[n, test, "llama.cpp Q8_0"])
+        row = {"threads": n, "test": test, "engine": engine, "tokens_per_s": median, "low": min(values)}
+        row |= {"high": max(values), "ratio": median / base}
+        if test.startswith("tg") and engine in size:
+            row["gb_s"] = size[engine] * median * 1e-9
+        rows.append(row)
     return {
         "model": model.name,
-        "kernel": opened.level,
-        "threads": threads,
-        "tokens": tokens,
+        "machine": benchmark.machine(opened.level),
         "rounds": rounds,
-        "results": [
-            {
-                "test": test,
-                "tokens_per_s": statistics.median(values),
-                "low": min(values),
-                "high": max(values),
-                "ratio": statistics.median(values) / base,
-            }
-            for test, values in speeds.items()
-        ],
-        "drafted_to_plain": statistics.median(speeds["twobit drafted, mean"])
-        / statistics.median(speeds["twobit plain, mean"]),
-        "tokens_per_step": steps,
+        "probe_gb_s": {str(n): value for n, value in reads.items()},
+        "results": rows,
     }
+
+
+def gguf_read_bytes(gguf: Path, model: Model) -> float:
+    """Bytes that one token reads there: the file, less an input embedding of its own (8.5 bits), of which it reads a row."""
+    own = 0 if model.architecture.tied else model.vocab * model.architecture.hidden * 8.5 / 8
+    return gguf.stat().st_size - own
 
 
 def main() -> None:
@@ -108,24 +99,27 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "smollm2")
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2-2bit")
     parser.add_argument("-r", "--rounds", type=int, default=5)
-    parser.add_argument("-n", "--tokens", type=int, default=128)
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("-n", "--tokens", type=int, default=64)
+    parser.add_argument("-t", "--threads", default="1,2")
+    parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     gguf = peers.convert(args.checkpoint.resolve())
-    data = measure(args.model, gguf, args.rounds, args.tokens, args.threads)
+    data = measure(args.model, gguf, args.rounds, args.tokens, [int(n) for n in args.threads.split(",")])
     if args.json:
-        print(json.dumps(data, indent=2))
-        return
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(data, indent=2) + "\n")
+    here = data["machine"]
+    print(f"{data['model']}, {here['cpu']}, kernels {here['kernel']}, medians of {data['rounds']} alternated rounds")
+    print("probe: " + ", ".join(f"{n} thread(s) {v:.1f} GB/s" for n, v in data["probe_gb_s"].items()) + "\n")
     print(
-        f"{data['model']}, {data['threads']} threads, {data['kernel']}, medians of {data['rounds']} alternated rounds\n"
+        "| threads | test | engine | tokens/s | lowest-highest | to llama.cpp | GB/s |\n|---|---|---|---:|---:|---:|---:|"
     )
-    print("| test | tokens/s | lowest-highest | to llama.cpp Q8_0 |\n|---|---:|---:|---:|")
     for row in data["results"]:
-        spread = f"{row['low']:.1f}-{row['high']:.1f}"
-        print(f"| {row['test']} | {row['tokens_per_s']:.1f} | {spread} | {row['ratio']:.2f} |")
-    print(f"\ndrafted to plain: {data['drafted_to_plain']:.2f}; tokens per step: ", end="")
-    print(", ".join(f"{kind} {value:.2f}" for kind, value in data["tokens_per_step"].items()))
+        spread, read = f"{row['low']:.1f}-{row['high']:.1f}", f"{row['gb_s']:.1f}" if "gb_s" in row else ""
+        print(
+            f"| {row['threads']} | {row['test']} | {row['engine']} | {row['tokens_per_s']:.1f} | {spread} "
+            f"| {row['ratio']:.2f} | {read} |"
+        )
 
 
 if __name__ == "__main__":

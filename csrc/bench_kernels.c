@@ -4,7 +4,7 @@
  *   bench_kernels time [ROWS COLS [b R GROUP]]        one matrix of every m, op and thread count, interleaved, medians
  *
  * Matrices lie in rotation over more memory than the caches hold. The bandwidth probe reads the same memory, with the
- * best of 1, 2 and 4 prefetched streams; the multiply probe is vpmaddwd + vpaddd on registers. A sample is about a
+ * best of 1, 2 and 4 prefetched streams. A sample is about a
  * millisecond of wall-clock time (of as many rows as fit), and counts only if no thread lost its processor meanwhile,
  * so that figures mean something on a busy machine too. */
 #define _GNU_SOURCE
@@ -163,14 +163,6 @@ static void free_matrix(tb_matrix *w)
 
 /* ---- check ---- */
 
-static const tb_kernels *level(int i)
-{
-    if (i == 0)
-        return &tb_kernels_generic;
-    const tb_kernels *k = tb_kernels_get();
-    return i == 1 && k && k != &tb_kernels_generic ? k : NULL;
-}
-
 /* y[m, rows] in blocks [b0, b1), into memory full of NaN with a guard behind it. */
 static float *product(const tb_kernels *k, const tb_matrix *w, int op, const float *x, int m, int32_t b0, int32_t b1)
 {
@@ -199,24 +191,26 @@ static float *product(const tb_kernels *k, const tb_matrix *w, int op, const flo
 static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int wide, int m)
 {
     const size_t size = (size_t)rows * (size_t)cols;
-    int32_t *q[2] = { take(size * 4), take(size * 4) };
+    int32_t *q[3] = { take(size * 4), take(size * 4), take(size * 4) };
     float *x = take((size_t)m * (size_t)cols * 4), *row = take((size_t)cols * 4);
     tb_matrix w;
     double worst = 0;
     random_matrix(&w, rows, cols, b, r, group, wide, (int)any(2), q[0], q[1]);
+    for (size_t i = 0; i < size; i++)
+        q[2][i] = q[1][i] - q[0][i];
     for (size_t i = 0; i < (size_t)m * (size_t)cols; i++)
         x[i] = gaussian() * (any(64) ? 1 : 8);
     if (any(2))
         for (int32_t k = 0; k < cols && k < 128; k++)
             x[k] = any(2) ? 0 : 1e-31f;
 
-    for (int op = 0; op < 2; op++) {
+    for (int op = 0; op < 3; op++) {
         float *y = product(&tb_kernels_generic, &w, op, x, m, 0, (rows + 15) / 16);
         const double bound = op == TB_DRAFT ? 0.5 / 127 : wide ? 0.5 / 4095 : 0.5 / 8191;
         for (int32_t i = 0; i < rows; i++) {
-            if (tb_matrix_row(&w, op, i, row) != TB_OK)
+            if (op != TB_RESIDUAL && tb_matrix_row(&w, op, i, row) != TB_OK)
                 exit(1);
-            for (int32_t k = 0; k < cols; k++)
+            for (int32_t k = 0; op != TB_RESIDUAL && k < cols; k++)
                 if (row[k] != (float)q[op][(size_t)i * (size_t)cols + (size_t)k] * w.row_scale[i]) {
                     fprintf(stderr, "tb_matrix_row: row %d column %d of %d+%d\n", i, k, b, r);
                     exit(1);
@@ -224,7 +218,7 @@ static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int
             for (int t = 0; t < m; t++) {
                 double sum = 0, room = 0, size_of = 0;
                 for (int32_t k = 0; k < cols; k++) {
-                    const int32_t columns = op == TB_VERIFY && wide ? 64 : 128;
+                    const int32_t columns = op != TB_DRAFT && wide ? 64 : 128;
                     double amax = 0;
                     const double v = (double)q[op][(size_t)i * (size_t)cols + (size_t)k];
                     for (int32_t g = k / columns * columns; g < cols && g < k / columns * columns + columns && k % columns == 0; g++)
@@ -244,10 +238,10 @@ static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int
             }
         }
         const int32_t blocks = (rows + 15) / 16, b0 = (int32_t)any((uint32_t)blocks), b1 = b0 + 1 + (int32_t)any((uint32_t)(blocks - b0));
-        for (int l = 0; level(l); l++) {
-            float *all = product(level(l), &w, op, x, m, 0, blocks);
+        for (int l = 0; tb_kernels_at(l); l++) {
+            float *all = product(tb_kernels_at(l), &w, op, x, m, 0, blocks);
             const int t0 = (int)any((uint32_t)m), n = any(2) ? 1 : 1 + (int)any((uint32_t)(m - t0));
-            float *some = product(level(l), &w, op, x + (size_t)t0 * (size_t)cols, n, b0, b1);
+            float *some = product(tb_kernels_at(l), &w, op, x + (size_t)t0 * (size_t)cols, n, b0, b1);
             int same = !memcmp(all, y, (size_t)m * (size_t)rows * 4);
             for (int t = 0; t < n; t++)
                 for (int32_t i = 0; i < rows; i++) {
@@ -259,7 +253,7 @@ static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int
                 }
             if (!same) {
                 fprintf(stderr, "%s, %dx%d %d+%d/%d wide %d op %d m %d (tokens %d + %d, blocks %d..%d): other bits than generic\n",
-                        level(l)->name, rows, cols, b, r, group, wide, op, m, t0, n, b0, b1);
+                        tb_kernels_at(l)->name, rows, cols, b, r, group, wide, op, m, t0, n, b0, b1);
                 exit(1);
             }
             free(all);
@@ -270,6 +264,7 @@ static double check_one(int32_t rows, int32_t cols, int b, int r, int group, int
     free_matrix(&w);
     free(q[0]);
     free(q[1]);
+    free(q[2]);
     free(x);
     free(row);
     return worst;
@@ -290,8 +285,8 @@ static int check(void)
             }
     worst = fmax(worst, check_one(33, 64, 2, 6, 16, 0, 300));
     printf("%d matrices: levels", n + 1);
-    for (int l = 0; level(l); l++)
-        printf(" %s", level(l)->name);
+    for (int l = 0; tb_kernels_at(l); l++)
+        printf(" %s", tb_kernels_at(l)->name);
     printf(", equal bits; largest error %.2f of the rounding bound\n", worst);
     return 0;
 }
@@ -394,28 +389,9 @@ static double quantile(double *v, int n, double q)
     return v[(int)(q * (n - 1) + 0.5)];
 }
 
-#if defined(__x86_64__) || defined(_M_X64)
-__attribute__((target("avx2"))) static double multiply_probe(void)
-{
-    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a, e = a, f = a, g = a, h = a, x = _mm256_set1_epi16(3);
-    const int n = 40000;
-    const double t = now();
-    for (int k = 0; k < n; k++) {
-#define STEP(acc) acc = _mm256_add_epi32(acc, _mm256_madd_epi16(x, x)); __asm__ volatile("" : "+x"(acc), "+x"(x))
-        STEP(a); STEP(b); STEP(c); STEP(d); STEP(e); STEP(f); STEP(g); STEP(h);
-#undef STEP
-    }
-    const double s = now() - t;
-    a = _mm256_add_epi32(_mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)),
-                         _mm256_add_epi32(_mm256_add_epi32(e, f), _mm256_add_epi32(g, h)));
-    sink = (uint64_t)_mm256_extract_epi64(a, 0);
-    return 16.0 * 8 * n / s * 1e-9;
-}
-#else
-static double multiply_probe(void) { return 0; }
-#endif
-
 enum { ROUNDS = 40, MS = 6 };
+
+static const char *const op_names[] = { "draft", "verify", "residual" };
 
 typedef struct samples { double seconds[ROUNDS]; int n; } samples;
 
@@ -456,6 +432,7 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
                     .wide = (b == 2 && r == 8) || (b == 3 && r == 8) || (b == 4 && r > 4) };
     const planes n = plane_sizes(&w);
     const size_t draft = n.draft_codes + n.draft_scales, full = draft + n.residual_codes + n.residual_scales;
+    const size_t size_of[] = { draft, full, full - draft };
     const size_t count = ((size_t)256 << 20) / draft, padded = (size_t)(rows + 15) / 16 * 16;
     const size_t sizes[] = { count * n.draft_codes, count * n.draft_scales, count * n.residual_codes, count * n.residual_scales };
     uint8_t *all[] = { take(sizes[0]), take(sizes[1]), take(sizes[2]), take(sizes[3]) };
@@ -491,11 +468,11 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
     printf("%s, %dx%d, %d+%d, group %d: draft %.2f MB (%.3f bits), both %.2f MB (%.3f bits); %zu copies\n", k->name, rows, cols, b, r, group,
            (double)draft * 1e-6, 8 * (double)draft / rows / cols, (double)full * 1e-6, 8 * (double)full / rows / cols, count);
 
-    static samples t_op[2][2][MS], t_probe[2][3];
-    static double peak[ROUNDS], part[2][2][MS];
-    tb_act acts[2][MS];
+    static samples t_op[2][3][MS], t_probe[2][3];
+    static double part[2][3][MS];
+    tb_act acts[3][MS];
     pthread_t thread;
-    for (int op = 0; op < 2; op++)
+    for (int op = 0; op < 3; op++)
         for (int i = 0; i < MS; i++) {
             const int32_t kind = tb_act_kind(&w, op);
             tb_act_layout(&acts[op][i], kind, ms[i], cols, take(tb_act_bytes(kind, ms[i], cols)));
@@ -507,7 +484,6 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
     const size_t piece = (size_t)12 << 20;
     size_t probe_at = 0;
     for (int round = 0; round < ROUNDS; round++) {
-        peak[round] = multiply_probe();
         for (int threads = 1; threads <= 2; threads++) {
             current.threads = threads;
             for (int s = 0; s < 3; s++) {
@@ -518,9 +494,9 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
                 probe_at = probe_at + 2 * piece > sizes[2] ? 0 : probe_at + piece;
                 sample(&t_probe[threads - 1][s], 1, NULL);
             }
-            for (int op = 0; op < 2; op++)
+            for (int op = 0; op < 3; op++)
                 for (int i = 0; i < MS; i++) {
-                    const double bytes = (double)(op ? full : draft), macs = (double)ms[i] * rows * cols;
+                    const double bytes = (double)size_of[op], macs = (double)ms[i] * rows * cols;
                     const double about = fmax(bytes / 14e9, macs / (op ? 60e9 : 120e9)) / threads;
                     double *share = &part[threads - 1][op][i];
                     *share = about > 2e-3 ? ceil((rows + 15) / 16 * 2e-3 / about) * 16 / rows : 1;
@@ -538,7 +514,6 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
     atomic_store(&quit, 1);
     pthread_join(thread, NULL);
 
-    const double gmac = quantile(peak, ROUNDS, 0.9);
     for (int threads = 1; threads <= 2; threads++) {
         double probe = 0;
         for (int s = 0; s < 3; s++) {
@@ -546,9 +521,9 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
             if (t->n)
                 probe = fmax(probe, (double)piece / quantile(t->seconds, t->n, 0.5) * 1e-9);
         }
-        printf("\n%d thread%s: probe %.1f GB/s, multiply %.0f GMAC/s\n", threads, threads > 1 ? "s" : "", probe, gmac * threads);
+        printf("\n%d thread%s: probe %.1f GB/s\n", threads, threads > 1 ? "s" : "", probe);
         printf("%-8s %4s %10s %10s %8s %8s %8s %8s %8s\n", "op", "m", "ms", "ms p10", "x m=1", "GB/s", "of probe", "GMAC/s", "samples");
-        for (int op = 0; op < 2; op++) {
+        for (int op = 0; op < 3; op++) {
             double one = 0;
             for (int i = 0; i < MS; i++) {
                 samples *t = &t_op[threads - 1][op][i];
@@ -556,9 +531,9 @@ static int timing(int32_t rows, int32_t cols, int b, int r, int group)
                     continue;
                 const double by = 1 / part[threads - 1][op][i];
                 const double s = by * quantile(t->seconds, t->n, 0.5), best = by * quantile(t->seconds, t->n, 0.1);
-                const double gbs = (double)(op ? full : draft) / s * 1e-9;
+                const double gbs = (double)size_of[op] / s * 1e-9;
                 one = i ? one : s;
-                printf("%-8s %4d %10.4f %10.4f %8.2f %8.1f %7.0f%% %8.1f %8d\n", op ? "verify" : "draft", ms[i], s * 1e3, best * 1e3, s / one, gbs,
+                printf("%-8s %4d %10.4f %10.4f %8.2f %8.1f %7.0f%% %8.1f %8d\n", op_names[op], ms[i], s * 1e3, best * 1e3, s / one, gbs,
                        100 * gbs / probe, (double)ms[i] * rows * cols / s * 1e-9, t->n);
             }
         }

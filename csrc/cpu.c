@@ -39,6 +39,19 @@ static int has_avx2(void)
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
 
+/* F, BW and VL; registers of 512 bits and masks saved by the operating system. `vnni`: the processor's word for that. */
+static int has_avx512(int vnni)
+{
+    const unsigned want = 1u << 16 | 1u << 30 | 1u << 31;
+    unsigned a, b, c, d, xcr0, high;
+    if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & want) != want || (vnni && !(c & 1 << 11)))
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    return (xcr0 & 0xe6) == 0xe6;
+}
+
+static int has_avx512bw(void) { return has_avx512(0); }
+
 #ifdef TB_HAS_VNNI
 static int has_avxvnni(void)
 {
@@ -46,16 +59,7 @@ static int has_avxvnni(void)
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
 }
 
-/* F, BW and VL; registers of 512 bits and masks saved by the operating system, although the level uses neither. */
-static int has_avx512vnni(void)
-{
-    const unsigned want = 1u << 16 | 1u << 30 | 1u << 31;
-    unsigned a, b, c, d, xcr0, high;
-    if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & want) != want || !(c & 1 << 11))
-        return 0;
-    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
-    return (xcr0 & 0xe6) == 0xe6;
-}
+static int has_avx512vnni(void) { return has_avx512(1); }
 #endif
 #endif
 
@@ -88,8 +92,10 @@ static const struct { const char *name; const tb_kernels *kernels; int (*availab
     { "avxvnni", NULL, NULL },
 #endif
 #if defined(__x86_64__) || defined(_M_X64)
+    { "avx512", &tb_kernels_avx512, has_avx512bw },
     { "avx2", &tb_kernels_avx2, has_avx2 },
 #else
+    { "avx512", NULL, NULL },
     { "avx2", NULL, NULL },
 #endif
 #if defined(__aarch64__)
@@ -116,7 +122,15 @@ static void choose(void)
     if (known)
         snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%s: not available on this processor and operating system", cap);
     else
-        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic, avx2, avxvnni, avx512vnni or neon", cap);
+        snprintf(chosen.error, sizeof chosen.error, "TWOBIT_CPU=%.60s: unknown level, use generic, avx2, avxvnni, avx512, avx512vnni or neon", cap);
+}
+
+const tb_kernels *tb_kernels_at(int i)
+{
+    for (size_t l = 0; l < sizeof levels / sizeof *levels; l++)
+        if (levels[l].kernels && levels[l].available() && i-- == 0)
+            return levels[l].kernels;
+    return NULL;
 }
 
 const tb_kernels *tb_kernels_get(void)

@@ -9,7 +9,8 @@
 
 /* How activations are rounded: per token and group of columns, x = rint(v * (L / amax)), scale amax / L. */
 enum { TB_ACT8 = 0, TB_ACT16 = 1, TB_ACT16_WIDE = 2 };   /* L, group: 127, 128 | 8191, 128 | 4095, 64 */
-enum { TB_DRAFT = 0, TB_VERIFY = 1 };
+/* What a matrix is multiplied as: its draft part, the whole, or what the draft part lacks (whose planes may then be absent). */
+enum { TB_DRAFT = 0, TB_VERIFY = 1, TB_RESIDUAL = 2 };
 
 /* Rounded activations of m tokens. `data` is in the order of the level that rounded it: quantize and matmul of one level
  * belong together, and so do the m and the kind they were laid out for. */
@@ -40,6 +41,7 @@ size_t tb_kernel_scratch_bytes(int32_t max_cols);   /* per thread, enough for an
 extern const tb_kernels tb_kernels_generic;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const tb_kernels tb_kernels_avx2;
+extern const tb_kernels tb_kernels_avx512;
 extern const tb_kernels tb_kernels_avxvnni, tb_kernels_avx512vnni;    /* where the compiler knows these levels: TB_HAS_VNNI */
 #endif
 #if defined(__aarch64__)
@@ -48,4 +50,6 @@ extern const tb_kernels tb_kernels_neon;
 
 /* Level in use: chosen once from the processor and TWOBIT_CPU. NULL: the asked level is unavailable (tb_cpu_error says why). */
 const tb_kernels *tb_kernels_get(void);
+/* The levels that this machine can run, whatever TWOBIT_CPU says: the i-th best, NULL after "generic". */
+const tb_kernels *tb_kernels_at(int i);
 #endif

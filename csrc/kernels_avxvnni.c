@@ -4,4 +4,4 @@
  * the tests. */
 #define TABLE tb_kernels_avxvnni
 #define NAME "avxvnni"
-#include "kernels_256.inc"
+#include "kernels_x86.inc"

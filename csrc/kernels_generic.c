@@ -49,26 +49,30 @@ static void decode(int32_t bits, const uint8_t *p, int i, int32_t out[16])
         }
 }
 
-/* q of row i of a block, 16 columns of one unit: A s (2c - (2^b - 1)) + B m, and f r on top where `full`. */
-static void decode_unit(const tb_matrix *w, int32_t full, int32_t block, int32_t unit, int i, int16_t q[16])
+/* q of row i of a block, 16 columns of one unit: A s (2c - (2^b - 1)) + B m, and f r on top, or either alone. */
+static void decode_unit(const tb_matrix *w, int32_t op, int32_t block, int32_t unit, int i, int16_t q[16])
 {
     const int32_t units = ceil_div(w->cols, 16), u = unit % 4;
     const size_t at = (size_t)block * (size_t)units + (size_t)unit;
     const size_t quad = (size_t)block * (size_t)ceil_div(units, 4) + (size_t)(unit / 4);
-    const int32_t row = 16 * block + i, sm = w->draft_scales[64 * quad + (size_t)(4 * i + u)];
-    const int32_t step = w->row_a[row] * (sm & 15), centre = w->row_b[row] * ((sm >> 4) - 8);
-    int32_t c[16], r[16] = { 0 }, f = 0;
+    const int32_t row = 16 * block + i;
+    int32_t c[16], r[16] = { 0 }, f = 0, step = 0, centre = 0;
 
-    decode(w->draft_bits, w->draft_codes + 32 * (size_t)w->draft_bits * at, i, c);
-    if (full) {
+    if (op != TB_RESIDUAL) {
+        const int32_t sm = w->draft_scales[64 * quad + (size_t)(4 * i + u)];
+        step = w->row_a[row] * (sm & 15);
+        centre = w->row_b[row] * ((sm >> 4) - 8);
+        decode(w->draft_bits, w->draft_codes + 32 * (size_t)w->draft_bits * at, i, c);
+    }
+    if (op != TB_DRAFT) {
         const uint8_t *scales = w->residual_scales;
         decode(w->residual_bits, w->residual_codes + 32 * (size_t)w->residual_bits * at, i, r);
         f = w->residual_group == 32 ? scales[16 * quad + (size_t)i] >> 4 * (u / 2) & 15
                                     : scales[32 * quad + (size_t)(2 * i + u / 2)] >> 4 * (u % 2) & 15;
     }
     for (int k = 0; k < 16; k++) {
-        int32_t v = step * (2 * c[k] - ((1 << w->draft_bits) - 1)) + centre;
-        if (full)
+        int32_t v = op == TB_RESIDUAL ? 0 : step * (2 * c[k] - ((1 << w->draft_bits) - 1)) + centre;
+        if (op != TB_DRAFT)
             v += f * (r[k] - (1 << (w->residual_bits - 1)));
         q[k] = (int16_t)v;
     }
@@ -80,7 +84,7 @@ int tb_matrix_row(const tb_matrix *w, int32_t full, int32_t row, float *out)
         return TB_EINVAL;
     for (int32_t k = 0; k < w->cols; k += 16) {
         int16_t q[16];
-        decode_unit(w, full, row / 16, k / 16, row % 16, q);
+        decode_unit(w, full ? TB_VERIFY : TB_DRAFT, row / 16, k / 16, row % 16, q);
         for (int32_t j = 0; j < 16 && k + j < w->cols; j++)
             out[k + j] = (float)q[j] * w->row_scale[row];
     }
@@ -152,7 +156,7 @@ static void matmul(const tb_matrix *w, int32_t op, const tb_act *a, float *y, pt
     int16_t *q = scratch;    /* one row, [16 * units] */
     for (int32_t row = 16 * b0; row < 16 * b1 && row < w->rows; row++) {
         for (int32_t unit = 0; unit < units; unit++)
-            decode_unit(w, op == TB_VERIFY, row / 16, unit, row % 16, q + 16 * unit);
+            decode_unit(w, op, row / 16, unit, row % 16, q + 16 * unit);
         for (int32_t t = 0; t < a->m; t++) {
             float acc = 0;
             for (int32_t g = 0; g < a->groups; g++) {

@@ -108,6 +108,8 @@ tb_probe *tb_probe_new(int32_t threads, char *err, size_t n)
 #if defined(__x86_64__) || defined(_M_X64)
         if (!strcmp(k->name, "avx2"))
             p->multiply = tb_multiply_avx2;
+        if (!strcmp(k->name, "avx512"))
+            p->multiply = tb_multiply_avx512;
 #ifdef TB_HAS_VNNI
         if (!strcmp(k->name, "avxvnni"))
             p->multiply = tb_multiply_avxvnni;

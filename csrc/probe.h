@@ -9,6 +9,7 @@
 int64_t tb_multiply_generic(int32_t op, int32_t n);
 #if defined(__x86_64__) || defined(_M_X64)
 int64_t tb_multiply_avx2(int32_t op, int32_t n);
+int64_t tb_multiply_avx512(int32_t op, int32_t n);
 int64_t tb_multiply_avxvnni(int32_t op, int32_t n);
 int64_t tb_multiply_avx512vnni(int32_t op, int32_t n);
 #endif

@@ -1,3 +1,3 @@
 /* probe_avxvnni.c - the multiply probe of this level, built with its flags. */
 #define MULTIPLY tb_multiply_avxvnni
-#include "probe_256.inc"
+#include "probe_x86.inc"

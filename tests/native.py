@@ -21,6 +21,8 @@ CSRC = Path(__file__).parent.parent / "csrc"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
 FLAGS = ["-std=c11", "-O3", *WARNINGS, "-ffp-contract=off", "-fPIC"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl"]
+X86 = {"avx2": AVX2, "avx512": AVX512}  # flags of the levels that every compiler knows
 
 # Stands in for the kernels' choice of a level, and says which levels this processor runs.
 SHIM = """

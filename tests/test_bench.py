@@ -52,7 +52,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     manifest = Model.open(model).packed.manifest
     assert shapes == {entry.shape for entry in manifest.tensors.values() if entry.kind == "matrix"}
     for row in data["kernels"]:
-        assert row["op"] in ("draft", "verify") and row["m"] in benchmark.TOKENS and row["threads"] in (1, 2)
+        assert row["op"] in benchmark.OPS and row["m"] in benchmark.TOKENS and row["threads"] in (1, 2)
         assert row["seconds"] > 0 and row["roofline_fraction"] > 0
         assert row["m"] > 1 or row["ratio_to_m1"] == 1
     assert data["valid"] == all(k["roofline_fraction"] <= 1 for k in data["kernels"])
@@ -77,7 +77,7 @@ def test_windows_and_other_families(variant: str, capsys: pytest.CaptureFixture[
 
 def test_a_fraction_above_one_is_flagged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"op": "draft", "rows": 1, "cols": 2, "m": 1, "threads": 1, "roofline_fraction": 1.01}
-    report = benchmark.Report({}, [benchmark.Probe(1, 1.0, 1, {"draft": 1.0, "verify": 1.0})], [], [row])
+    report = benchmark.Report({}, [benchmark.Probe(1, 1.0, 1, dict.fromkeys(benchmark.OPS, 1.0))], [], [row])
     assert not report.to_json()["valid"] and "1.01 of the roofline" in report.invalid[0]
     monkeypatch.setattr(benchmark, "bench", lambda folder, **_: report)
     assert main(["bench", str(packed_model("llama")), "--kernels", "--json"]) == 1
@@ -98,10 +98,11 @@ def test_usage_errors(args: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_thread_counts() -> None:
-    assert command.thread_counts(None) is None and command.thread_counts("1,2, 4") == [1, 2, 4]
-    with pytest.raises(UsageError):
-        command.thread_counts("2,2")
+def test_lists_of_numbers() -> None:
+    assert command.numbers("-t", "1,2, 4", 64) == [1, 2, 4]
+    for text in ("2,2", "", "1,,2", "0", "65", "x"):
+        with pytest.raises(UsageError):
+            command.numbers("-t", text, 64)
 
 
 def test_the_probe_reads_in_any_number_of_streams_and_refuses_no_threads() -> None:

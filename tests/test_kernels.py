@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -23,13 +24,13 @@ from twobit.format import layout
 
 F32 = np.float32
 GUARD = 16
-DRAFT, VERIFY = 0, 1
+DRAFT, VERIFY, RESIDUAL = OPS = 0, 1, 2
 PLAIN = ["bench_kernels.c", "kernels_generic.c", "kernels_neon.c", "cpu.c"]
 FORMATS = [(b, r, kind.wide) for (b, r), kind in layout.KINDS.items()]
 
 
 def build(folder: Path, output: Path, linked: list[str], flags: list[str], sources: list[str]) -> None:
-    """The sources and the AVX2 kernels, which alone are compiled for AVX2; hardly optimized, to be quick."""
+    """The sources and the kernels of the x86 levels, which alone are compiled for them; hardly optimized, to be quick."""
     quick = [*flags, "-O0" if flags else "-O1", "-c"]
     objects = [folder / f"{name}.o" for name in sources]
     with ThreadPoolExecutor() as pool:
@@ -37,12 +38,12 @@ def build(folder: Path, output: Path, linked: list[str], flags: list[str], sourc
             pool.submit(native.compile_c, "cc", out, [native.CSRC / name], [*quick, *of_level(name)])
             for out, name in zip(objects, sources, strict=True)
         ]
-        if x86():
-            objects.append(folder / "avx2.o")
-            source = [native.CSRC / "kernels_avx2.c"]
+        for level, its in native.X86.items() if x86() else ():
+            objects.append(folder / f"{level}.o")
+            source = [native.CSRC / f"kernels_{level}.c"]
             # these checks multiply the time the compiler takes, and look at pointers that intrinsics take anyway
             less = ["-fno-sanitize=pointer-overflow,alignment,null"] if flags else []
-            jobs.append(pool.submit(native.compile_c, "cc", objects[-1], source, [*quick, *native.AVX2, *less]))
+            jobs.append(pool.submit(native.compile_c, "cc", objects[-1], source, [*quick, *its, *less]))
         for job in jobs:
             job.result()
     native.compile_c("cc", output, objects, [*flags, *linked])
@@ -78,11 +79,10 @@ def library() -> tuple[Any, Any]:
 @functools.cache
 def levels() -> list[Any]:
     """The tables of all levels this processor runs, generic first."""
-    _, lib = library()
-    best = lib.tb_kernels_get()
-    assert best, "set no TWOBIT_CPU for this test"
-    generic = library()[0].addressof(lib, "tb_kernels_generic")
-    return [generic] if best == generic else [generic, best]
+    ffi, lib = library()
+    found = list(iter(map(lib.tb_kernels_at, itertools.count()).__next__, ffi.NULL))
+    assert found[-1] == ffi.addressof(lib, "tb_kernels_generic")
+    return found[::-1]
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Packed:
     """A tb_matrix over numpy planes, and its integers."""
 
     c: Any
-    q: tuple[np.ndarray, np.ndarray]
+    q: tuple[np.ndarray, np.ndarray, np.ndarray]
     u: np.ndarray
     bias: np.ndarray | None
     wide: bool
@@ -146,7 +146,8 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, b: int, r: int
         kind = {"row_scale": "float *", "row_b": "int8_t *"}.get(name, "uint8_t *")
         setattr(c, name, ffi.cast(kind, plane.ctypes.data))
     c.bias = ffi.NULL if bias is None else ffi.cast("float *", bias.ctypes.data)
-    return Packed(c, layout.lattice(matrix), matrix.row_scale, bias, wide, [planes, bias])
+    draft, full = layout.lattice(matrix)
+    return Packed(c, (draft, full, full - draft), matrix.row_scale, bias, wide, [planes, bias])
 
 
 def activations(table: Any, w: Packed, op: int, x: np.ndarray) -> tuple[Any, list[Any], int]:
@@ -231,9 +232,9 @@ def test_any_shape(rows: int, cols: int, m: int, kind: tuple[int, int, bool], gr
 
 
 def check(rng: np.random.Generator, w: Packed, x: np.ndarray) -> None:
-    """Both ops and all levels: within the rounding of the reference; the same bits for any tokens and row blocks."""
+    """All ops and all levels: within the rounding of the reference; the same bits for any tokens and row blocks."""
     m, blocks = x.shape[0], layout.ceil_div(w.shape[0], 16)
-    for op in (DRAFT, VERIFY):
+    for op in OPS:
         y, bound = reference(w, op, x)
         whole = product(levels()[0], w, op, x)
         assert (np.abs(whole - y) <= bound).all()
@@ -255,7 +256,7 @@ def test_more_tokens_than_one_chunk() -> None:
     rng = np.random.default_rng(5)
     w = random_matrix(rng, 35, 144, 2, 6, 16, False)
     x = tokens(rng, 261, 144)
-    for op in (DRAFT, VERIFY):
+    for op in OPS:
         whole = product(levels()[0], w, op, x)
         assert all(same(product(table, w, op, x), whole) for table in levels())
         assert same(product(levels()[-1], w, op, x[260:]), whole[260:])
@@ -269,7 +270,7 @@ def test_a_value_that_is_not_finite_is_refused(bad: float, at: int) -> None:
     x = np.ones((3, 200), F32)
     x[2, at] = bad
     for table in levels():
-        for op in (DRAFT, VERIFY):
+        for op in OPS:
             assert activations(table, w, op, x)[2] == -1
             assert activations(table, w, op, x[:2])[2] == 0
 
@@ -323,10 +324,12 @@ def test_the_level_is_capped_by_the_environment_and_never_silently() -> None:
     best = library()[0].string(levels()[-1].name).decode()
     assert choice(None)[0] == best and choice("")[0] == best
     assert choice("generic")[::2] == ["generic", ""]
-    level, _, error = choice("avx512")
-    assert level == "-" and "TWOBIT_CPU=avx512" in error and "avx2" in error
-    level, _, error = choice("avx2")
-    assert (level, error == "") == (("avx2", True) if best == "avx2" else ("-", False))
+    level, _, error = choice("avx1024")
+    assert level == "-" and "TWOBIT_CPU=avx1024" in error and "avx2" in error
+    runs = [library()[0].string(table.name).decode() for table in levels()]
+    for name in ("avx2", "avx512", "neon"):
+        level, _, error = choice(name)
+        assert (level, error == "") == ((name, True) if name in runs else ("-", False))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity masks on this system")

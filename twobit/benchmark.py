@@ -32,8 +32,9 @@ PROMPTS = {
     "prose": "Write a short story about a cartographer who discovers that one of the rivers on her map has moved.",
     "chat": "I have three free days in autumn and like walking, old towns and good bread. Where should I go, and why?",
 }
-OPS = ("draft", "verify")
+OPS = ("draft", "verify", "residual")
 TOKENS = (1, 2, 4, 8, 16, 64)  # M of the roofline table
+PREFILL_TOKENS = 32  # of one round, at least
 ROUNDS = 8  # of the kernels, per repeat of everything else
 READ_BYTES = 12 << 20  # one read of the bandwidth probe
 SAMPLE_S = 1e-3  # what one sample of a kernel should take: short enough to be left alone on a busy machine
@@ -131,34 +132,35 @@ def speeds(
     model: Model,
     tokenizer: Tokenizer,
     *,
-    prompt: int,
+    prompts: Sequence[int],
     new: int,
     repeats: int,
     threads: Sequence[int],
+    warm: bool = True,
     progress: Progress = lambda text: None,
 ) -> Report:
-    """Prefill of `prompt` tokens, and decoding of `new` after PROMPTS with and without drafting; 0: not measured.
+    """Prefill of each of `prompts` tokens at once, and decoding of `new` after PROMPTS with and without drafting (0: not).
 
     Raises UsageError where the context is too short, RuntimeFailure where drafting changed the text.
     """
-    prompts = _prompts(tokenizer) if new else {}
-    need = max(prompt, *(len(ids) + new for ids in prompts.values()), 1)
+    questions = _prompts(tokenizer) if new else {}
+    need = max(*prompts, *(len(ids) + new for ids in questions.values()), 1)
     if need > model.architecture.max_context:
         raise UsageError(f"{need} tokens do not fit: this model has {model.architecture.max_context} positions")
-    text = np.random.default_rng(0).integers(0, model.vocab, prompt).tolist()
+    text = np.random.default_rng(0).integers(0, model.vocab, max(*prompts, 1)).tolist()
     sessions = {n: Session(model, need, n) for n in threads}
     bandwidth = _Bandwidth(threads)
     times: dict[tuple[str, bool, int], list[float]] = {}
     steps: dict[int, list[int]] = {n: [0, 0] for n in threads}
-    for number in range(-1, repeats):  # round -1 warms up
+    for number in range(-warm, repeats):  # round -1 warms up
         progress("warming up" if number < 0 else f"round {number + 1} of {repeats}")
         for n, session in sessions.items():
             if number >= 0:
                 bandwidth.sample(n)
-            if prompt:
-                times.setdefault((f"pp{prompt}", False, n), []).append(_prefill(session, text))
+            for size in prompts:
+                times.setdefault((f"pp{size}", False, n), []).append(_prefill(session, text[:size]))
             seconds = [0.0, 0.0]
-            for kind, ids in prompts.items():
+            for kind, ids in questions.items():
                 texts = []
                 for draft in (False, True):
                     spent, tokens, count = _decode(session, ids, new, draft)
@@ -169,13 +171,13 @@ def speeds(
                         steps[n][1] += count
                 if texts[0] != texts[1]:
                     raise RuntimeFailure(f"{kind}: the tokens with drafting differ from those without")
-            if prompts:
+            if questions:
                 for draft in (False, True):
                     times.setdefault((f"tg{new}", draft, n), []).append(seconds[draft])
     report = Report(machine(model.level), bandwidth.probes())
-    read = sum(_bytes(entry, "verify", entry.shape[0]) for entry in model.packed.manifest.tensors.values())
+    read = read_bytes(model)
     for (test, draft, n), taken in times.items():
-        rates = [(prompt if test.startswith("pp") else new * len(prompts)) / s for s in taken[1:]]
+        rates = [(int(test[2:]) if test.startswith("pp") else new * len(questions)) / s for s in taken[int(warm) :]]
         row: dict[str, Any] = {"test": test, "draft": draft, "threads": n, **_spread(rates)}
         if test.startswith("tg"):
             row["tokens_per_step"] = steps[n][0] / steps[n][1] if draft else 1.0
@@ -186,6 +188,11 @@ def speeds(
     return report
 
 
+def read_bytes(model: Model) -> float:
+    """Bytes of weights that a token reads when it is decoded alone."""
+    return sum(_bytes(entry, "verify", entry.shape[0]) for entry in model.packed.manifest.tensors.values())
+
+
 def _prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
     try:
         return {kind: tokenizer.chat_ids([{"role": "user", "content": text}]) for kind, text in PROMPTS.items()}
@@ -194,10 +201,14 @@ def _prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 def _prefill(session: Session, ids: list[int]) -> float:
-    session.rewind(0)
-    start = time.perf_counter()
-    session.eval(ids)
-    return time.perf_counter() - start
+    """Seconds, of a few tokens the median of several times."""
+    taken = []
+    for _ in range(max(1, PREFILL_TOKENS // len(ids))):
+        session.rewind(0)
+        start = time.perf_counter()
+        session.eval(ids)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def _decode(session: Session, prompt: list[int], new: int, draft: bool) -> tuple[float, list[int], int]:
@@ -301,9 +312,11 @@ def _beyond_cache() -> int:
     return min(max(128 << 20, 4 * _last_cache()), 1 << 30)
 
 
-def _planes(op: str) -> tuple[str, ...]:
-    draft = ("draft_codes", "draft_scales")
-    return draft if op == "draft" else (*draft, "residual_codes", "residual_scales")
+PLANES = {
+    "draft": ("draft_codes", "draft_scales"),
+    "residual": ("residual_codes", "residual_scales"),
+}
+PLANES["verify"] = PLANES["draft"] + PLANES["residual"]
 
 
 def _bytes(entry: TensorEntry, op: str, rows: int) -> float:
@@ -311,7 +324,7 @@ def _bytes(entry: TensorEntry, op: str, rows: int) -> float:
     if entry.kind != "matrix":
         return 0
     stored = entry.stored("")
-    planes = (*_planes(op), "row_scale", "row_a", "row_b")
+    planes = (*PLANES[op], "row_scale", *(("row_a", "row_b") if op != "residual" else ()))
     return sum(stored[f".{name}"].bytes for name in planes if f".{name}" in stored) * rows / entry.shape[0]
 
 
@@ -323,8 +336,7 @@ class _Rotation:
         self.entry = model.packed.manifest.tensors[names[0]]
         self._keep: list[Any] = []
         pointers: dict[str, list[Any]] = {}
-        draft = _planes("draft")
-        for kind in (draft, _planes("verify")[len(draft) :]):
+        for kind in (PLANES["draft"], PLANES["residual"]):
             whole = sum(planes[f"{names[0]}.{plane}"].size for plane in kind)
             copies = math.ceil(_beyond_cache() / whole)
             for plane in kind:
@@ -468,7 +480,7 @@ def _roofline(weights: _Rotation, rounds: int, threads: Sequence[int]) -> tuple[
 def bench(
     folder: Path,
     *,
-    prompt: int,
+    prompts: Sequence[int],
     new: int,
     repeats: int,
     threads: Sequence[int] | None,
@@ -478,11 +490,11 @@ def bench(
     """Everything that `twobit bench` measures of the model in `folder`."""
     model = Model.open(folder)
     counts = list(threads or [default_threads()])
-    if prompt or new:
+    if prompts or new:
         tokenizer = Tokenizer.load(folder, config=model.config, rows=model.vocab)
         try:
             report = speeds(
-                model, tokenizer, prompt=prompt, new=new, repeats=repeats, threads=counts, progress=progress
+                model, tokenizer, prompts=prompts, new=new, repeats=repeats, threads=counts, progress=progress
             )
         finally:
             tokenizer.close()

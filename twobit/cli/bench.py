@@ -24,7 +24,9 @@ KERNELS = (
 
 def bench(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
-    prompt: Annotated[int, typer.Option("-p", metavar="N", help="Prompt tokens to evaluate; 0: none")] = 512,
+    prompt: Annotated[
+        str, typer.Option("-p", metavar="N,...", help="Prompts of so many tokens to evaluate; 0: none")
+    ] = "512",
     new: Annotated[int, typer.Option("-n", metavar="N", help="New tokens to decode; 0: none")] = 128,
     repeats: Annotated[int, typer.Option("-r", metavar="N", help="Rounds; the first, to warm up, comes extra")] = 5,
     threads: Annotated[
@@ -44,16 +46,16 @@ def bench(
 
     \b
     twobit bench ./model
-    twobit bench ./model -p 512 -n 128 -r 5 -t 1,2 --format json
+    twobit bench ./model -p 4,16,512 -n 128 -r 5 -t 1,2 --format json
     twobit bench ./model --kernels -p 0 -n 0
     """
     if form not in FORMATS:
         raise UsageError(f"--format {form} is not possible: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    options.integer("-p", prompt, 0, MOST_TOKENS)
+    prompts = [] if prompt == "0" else numbers("-p", prompt, MOST_TOKENS)
     options.integer("-n", new, 0, MOST_TOKENS)
     options.integer("-r", repeats, 1, MOST_REPEATS)
-    counts = thread_counts(threads)
-    if not (prompt or new or kernels):
+    counts = None if threads is None else numbers("-t", threads, options.MAX_THREADS)
+    if not (prompts or new or kernels):
         raise UsageError("-p 0 and -n 0 leave nothing to measure", "add --kernels, or give tokens")
     form = "json" if as_json else form
     folder = options.model_folder(model, quiet=form != "md")
@@ -63,7 +65,7 @@ def bench(
     quiet = as_json or form == "json"
     report = benchmark.bench(
         folder,
-        prompt=prompt,
+        prompts=prompts,
         new=new,
         repeats=repeats,
         threads=counts,
@@ -77,18 +79,16 @@ def bench(
     return 1 if report.invalid else 0
 
 
-def thread_counts(text: str | None) -> list[int] | None:
-    """-t 1,2: each at least 1, none twice."""
-    if text is None:
-        return None
-    counts: list[int] = []
+def numbers(option: str, text: str, most: int) -> list[int]:
+    """-t 1,2: each from 1 to `most`, none twice."""
+    found: list[int] = []
     for part in text.split(","):
         if not part.strip().isdecimal():
-            raise UsageError(f"-t {text} is not possible: it must be numbers with commas, as in 1,2")
-        counts.append(options.integer("-t", int(part), 1, options.MAX_THREADS))
-    if len(set(counts)) < len(counts):
-        raise UsageError(f"-t {text} names a number twice")
-    return counts
+            raise UsageError(f"{option} {text} is not possible: it must be numbers with commas, as in 1,2")
+        found.append(options.integer(option, int(part), 1, most))
+    if len(set(found)) < len(found):
+        raise UsageError(f"{option} {text} names a number twice")
+    return found
 
 
 def _cell(value: Any) -> str:
