@@ -2,7 +2,7 @@
 """Speed of twobit and of llama.cpp's Q8_0 on the same model, alternated in one run.
 
     python scripts/peers.py
-    python bench/compare_llama.py --checkpoint build/demo/smollm2 --model build/demo/smollm2-2bit [-r 5] [-n 64] [-t 1,2]
+    python bench/compare_llama.py --checkpoint build/demo/smollm2 --model build/demo/smollm2-2bit [-r 5] [-n 64]
 
 Tests, named as llama-bench names them: tgN, decoding N tokens one by one; pp4 and pp16, batches of so many tokens as
 verifying a draft has them; pp512, prefill. Every round takes, for each number of threads, llama-bench, the bandwidth
@@ -89,7 +89,7 @@ def measure(model: Path, gguf: Path, rounds: int, tokens: int, threads: list[int
 
 
 def gguf_read_bytes(gguf: Path, model: Model) -> float:
-    """Bytes that one token reads there: the file, less an input embedding of its own (8.5 bits), of which it reads a row."""
+    """Bytes that one token reads there: the file, less an input embedding apart from the head (8.5 bits)."""
     own = 0 if model.architecture.tied else model.vocab * model.architecture.hidden * 8.5 / 8
     return gguf.stat().st_size - own
 
@@ -111,9 +111,8 @@ def main() -> None:
     here = data["machine"]
     print(f"{data['model']}, {here['cpu']}, kernels {here['kernel']}, medians of {data['rounds']} alternated rounds")
     print("probe: " + ", ".join(f"{n} thread(s) {v:.1f} GB/s" for n, v in data["probe_gb_s"].items()) + "\n")
-    print(
-        "| threads | test | engine | tokens/s | lowest-highest | to llama.cpp | GB/s |\n|---|---|---|---:|---:|---:|---:|"
-    )
+    print("| threads | test | engine | tokens/s | lowest-highest | to llama.cpp | GB/s |")
+    print("|---|---|---|---:|---:|---:|---:|")
     for row in data["results"]:
         spread, read = f"{row['low']:.1f}-{row['high']:.1f}", f"{row['gb_s']:.1f}" if "gb_s" in row else ""
         print(

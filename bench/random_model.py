@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A packed model of random weights with the shapes of a checkpoint: for measuring speed where its text does not matter.
 
-    python bench/random_model.py CHECKPOINT OUT [--bits 2+6|2+8] [--residual-group 16|32] [--seed 0]
+    python bench/random_model.py CHECKPOINT OUT [--rule PATTERN=BITS] [--seed 0]
 
-CHECKPOINT needs config.json and the tokenizer's files, no weights. Every bit of the codes is random; the rows' scales give
-weights the size that keeps activations where a trained model has them. A minute per billion weights.
+CHECKPOINT needs config.json and the tokenizer's files, no weights. Every bit of the codes is random; the rows' scales
+give weights the size that keeps activations where a trained model has them. A minute per billion weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ FILES = (
 
 
 def matrix(spec: TensorSpec, bits: Bits, rng: np.random.Generator) -> PackedTensor:
-    """Random codes; q is spread evenly over about two thirds of its range, whose square mean U scales to 1 / columns."""
+    """Random codes; q takes about two thirds of its range, which U scales to a square mean of 1 / columns."""
     rows, cols = spec.shape
     planes = {
         name: rng.integers(0, 256, size, dtype=np.uint8)
         for name, size in layout.plane_sizes(rows, cols, bits.draft, bits.residual, bits.group).items()
     }
-    padded = layout.padded(layout.ceil_div(rows, 16) * 16)
     kind = layout.KINDS[bits.draft, bits.residual]
     limit = layout.Q_WIDE if kind.wide else layout.Q_NARROW
     left = limit - 15 * (1 << (bits.residual - 1))
@@ -44,10 +43,9 @@ def matrix(spec: TensorSpec, bits: Bits, rng: np.random.Generator) -> PackedTens
     scale = np.zeros(planes["row_scale"].size // 4, np.float32)
     scale[:rows] = 2.0 / limit / np.sqrt(cols)
     planes["row_scale"] = scale.view(np.uint8)
-    planes["row_a"] = np.where(np.arange(padded) < rows, a, 0).astype(np.uint8)[: planes["row_a"].size]
-    planes["row_b"] = (
-        np.where(np.arange(padded) < rows, left // 24, 0).astype(np.int8).view(np.uint8)[: planes["row_b"].size]
-    )
+    used = np.arange(planes["row_a"].size) < rows
+    planes["row_a"] = np.where(used, a, 0).astype(np.uint8)
+    planes["row_b"] = np.where(used, left // 24, 0).astype(np.uint8)
     return PackedTensor.from_planes(planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide)
 
 

@@ -30,7 +30,7 @@ FORMATS = [(b, r, kind.wide) for (b, r), kind in layout.KINDS.items()]
 
 
 def build(folder: Path, output: Path, linked: list[str], flags: list[str], sources: list[str]) -> None:
-    """The sources and the kernels of the x86 levels, which alone are compiled for them; hardly optimized, to be quick."""
+    """The sources, and the x86 levels, which alone are compiled for theirs; hardly optimized, to be quick."""
     quick = [*flags, "-O0" if flags else "-O1", "-c"]
     objects = [folder / f"{name}.o" for name in sources]
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""The VNNI levels: compiled always, run where the processor has them, and everywhere with VNNI emulated in AVX2 and AVX-512."""
+"""The VNNI levels: compiled always, run where the processor has them, and everywhere with VNNI emulated."""
 
 from __future__ import annotations
 

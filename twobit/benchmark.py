@@ -139,7 +139,7 @@ def speeds(
     warm: bool = True,
     progress: Progress = lambda text: None,
 ) -> Report:
-    """Prefill of each of `prompts` tokens at once, and decoding of `new` after PROMPTS with and without drafting (0: not).
+    """Prefill of each of `prompts` tokens at once; decoding of `new` after PROMPTS (0: not), with drafting and without.
 
     Raises UsageError where the context is too short, RuntimeFailure where drafting changed the text.
     """
@@ -312,7 +312,7 @@ def _beyond_cache() -> int:
     return min(max(128 << 20, 4 * _last_cache()), 1 << 30)
 
 
-PLANES = {
+PLANES: dict[str, tuple[str, ...]] = {
     "draft": ("draft_codes", "draft_scales"),
     "residual": ("residual_codes", "residual_scales"),
 }
