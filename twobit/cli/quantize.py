@@ -22,6 +22,10 @@ def quantize(
     residual_group: Annotated[
         int, typer.Option("--residual-group", metavar="16|32", help="Columns per residual factor")
     ] = 16,
+    draft_bpw: Annotated[
+        float | None,
+        typer.Option("--draft-bpw", metavar="X", help="Draft bits per weight: 3-bit codes where they pay most"),
+    ] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,6 +75,7 @@ def quantize(
         raise UsageError("-o needs a folder")
     settings = Options(
         recipe=Recipe(residual, residual_group, tuple(Rule.parse(text) for text in rule or ())),
+        draft_bpw=draft_bpw,
         calib=tuple(Path(name) for name in calib or ()),
         calib_tokens=calibrate.DEFAULT_TOKENS if calib_tokens is None else calib_tokens,
         seed=options.integer("--seed", seed, 0, options.MAX_SEED),

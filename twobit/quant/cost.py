@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twobit.architecture import Architecture
-from twobit.quant import calibrate
+from twobit.quant import allocate, calibrate
 from twobit.runtime.lib import default_threads
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
         rounding = _rounding(architecture, bits["linear"], measured)
         head_rounding = _rounding(architecture, bits["head"], measured)
     widths = [width for _, _, found in layers for width in found] + [architecture.hidden]
+    measuring = 0 if options.draft_bpw is None else 8 * min(tokens, allocate.TOKENS)
     return {
         "reading": stored * (hashing + 2 * widening),
-        "forward": tokens * sum(macs for _, macs, _ in layers) * forward / more,
+        "forward": (tokens + measuring) * sum(macs for _, macs, _ in layers) * forward / more,
         "hessians": tokens * sum(w * w / 2 for w in widths) * panel / more,
         "factors": sum(w**3 * (double if w <= 4096 else single) for w in widths),
         "rounding": (

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, Two
 from twobit.format import layout
 from twobit.format.manifest import TensorEntry, canonical_json
 from twobit.format.writer import SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
-from twobit.quant import calibrate, plan
+from twobit.quant import allocate, calibrate, plan
 from twobit.quant.plan import Options, peak_memory
 from twobit.quant.recipe import Bits
 from twobit.quant.states import States, spill_bytes
@@ -93,8 +94,7 @@ def quantize(
             f"this needs about {expected_ram / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are available: "
             "the system may end it"
         )
-    made = plan.manifest(checkpoint, options.recipe)
-    size, spill = made.bits(), _spill_folder(output, options)
+    size, spill = plan.sizes(checkpoint, options), _spill_folder(output, options)
     scratch = spill_bytes(options.calib_tokens, architecture.hidden)
     check_space(output, size["draft_bytes"] + size["residual_bytes"], scratch, spill)
     calibration = _calibration(checkpoint, options)
@@ -116,12 +116,12 @@ def quantize(
         run = _Run(checkpoint, calibration, options, progress, writer, pool, states)
         keys = run.all_steps()
         progress.stage("writing", 1)
-        recipe = options.recipe.to_json() | {"damping": DAMPING, "errors": run.errors()}
+        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "errors": run.errors()}
         manifest = writer.finish(
             keys,
             config=checkpoint.config,
             family=architecture.family,
-            parameters=made.parameters,
+            parameters=size["parameters"],
             recipe=recipe,
             calibration=calibration.to_json(),
             producer=_producer(),
@@ -201,6 +201,7 @@ def _fingerprint(
             "residual": options.recipe.residual,
             "residual_group": options.recipe.residual_group,
             "rules": [str(rule) for rule in options.recipe.rules],
+            "draft_bpw": options.draft_bpw,
             "calib_tokens": options.calib_tokens,
             "seed": options.seed,
             "device": options.device,
@@ -262,6 +263,7 @@ class _Run:
         self.writer = writer
         self.pool = pool
         self.states = states
+        self.recipe = options.recipe
         self.architecture = checkpoint.architecture
         self.specs = self.architecture.tensors()
         self._errors: dict[str, dict[str, list[float]]] = {}
@@ -273,6 +275,8 @@ class _Run:
         done = sum(map(self.writer.has, keys))
         if done:
             self.progress.line(f"going on with an unfinished run: {done} of {len(keys)} parts are done")
+        if self.options.draft_bpw is not None:
+            self._allocate(self.options.draft_bpw)
         if not self.architecture.tied and not self.writer.has("embedding"):
             self._embedding()
         if not self.writer.has("norm"):
@@ -301,6 +305,27 @@ class _Run:
             for name, values in groups.items()
             if values
         }
+
+    def _allocate(self, budget: float) -> None:
+        """Chooses the linears that get 3-bit codes; what was measured is stored: a resumed run chooses the same."""
+        if not self.writer.has("sensitivity"):
+            self.progress.stage("allocating bits", len(self.architecture.layers))
+            sample, left = [], allocate.TOKENS
+            for sequence in self.calibration.sequences:
+                if left > 0:
+                    sample.append(sequence)
+                    left -= len(sequence)
+            part = replace(self.calibration, sequences=tuple(sample))
+            states = self.states.of("sample", [len(sequence) for sequence in sample])
+            states.resume(0)
+            calibrate.Activations(self.checkpoint, part, self.pool, states)
+            inputs = [states.read(i) for i in range(len(sample))]
+            found = allocate.measure(self.checkpoint, inputs, self.pool, self.options.device, self.progress.advance)
+            self.writer.store("sensitivity", {}, found)
+        self.recipe = allocate.choose(self.architecture, self.recipe, budget, self.writer.notes("sensitivity"))
+        count = len(self.recipe.rules) - len(self.options.recipe.rules)
+        linears = sum(spec.role == "linear" for spec in self.specs)
+        self.progress.line(f"3-bit codes in {count} of {linears} linears: at most {budget:g} draft bits per weight")
 
     def _plain(self, spec: TensorSpec) -> PackedTensor:
         dtype, raw = self.checkpoint.read_raw(spec)
@@ -355,7 +380,7 @@ class _Run:
             group = [s for s in specs if s.role == "linear" and calibrate.SHARED[s.part] == part]
             factor = self._factor(hessians.pop(part), group)
             for spec in group:
-                bits = self.options.recipe.bits(spec.module, spec.role)
+                bits = self.recipe.bits(spec.module, spec.role)
                 rounded = self._round(spec, weights.pop(spec.name), factor, bits)
                 packed[spec.module] = _pack(rounded, bits, spec.module)
                 errors[spec.module] = [rounded.draft_error, rounded.full_error]
@@ -365,7 +390,7 @@ class _Run:
         order = {s.module if s.role == "linear" else s.name: i for i, s in enumerate(specs)}
         packed = dict(sorted(packed.items(), key=lambda item: order[item[0]]))
         self.writer.store(key, packed, {"errors": errors})
-        kinds = ", ".join(sorted({str(self.options.recipe.bits(name, "linear")) for name in errors}))
+        kinds = ", ".join(sorted({str(self.recipe.bits(name, "linear")) for name in errors}))
         self._report(f"layer {index + 1}/{len(self.architecture.layers)}", kinds, errors, started)
 
     def _head(self, inputs: calibrate.Activations) -> None:
@@ -373,7 +398,7 @@ class _Run:
         (norm,) = (s for s in self.specs if s.part == "final_norm")
         (spec,) = (s for s in self.specs if s.role == "head")
         factor = self._factor(inputs.head(self.checkpoint.read(norm).to(self.options.device)), [spec])
-        bits = self.options.recipe.bits(spec.module, spec.role)
+        bits = self.recipe.bits(spec.module, spec.role)
         energy = np.zeros(3)
 
         def packed_rows(weight: torch.Tensor) -> dict[str, np.ndarray]:

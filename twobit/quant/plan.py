@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import FormatError, RuntimeFailure, UsageError
 from twobit.format.writer import check_output, check_replaceable, required_bytes
-from twobit.quant import calibrate
+from twobit.quant import allocate, calibrate
 from twobit.quant.recipe import Recipe
 from twobit.quant.states import spill_bytes
 
@@ -30,11 +30,13 @@ CHUNK_WEIGHTS = 1 << 22  # weights of a head or an embedding that are worked on 
 class Options:
     """What `twobit quantize` takes.
 
-    calib: text files, empty for the package's own text; device: where torch computes, "cpu" or "cuda"; spill: folder
-    for the hidden states, None for the unfinished output.
+    draft_bpw: draft bits per weight of the linears that 3-bit codes may bring them to, None: no budget; calib: text
+    files, empty for the package's own text; device: where torch computes, "cpu" or "cuda"; spill: folder for the hidden
+    states, None for the unfinished output.
     """
 
     recipe: Recipe = field(default_factory=Recipe)
+    draft_bpw: float | None = None
     calib: tuple[Path, ...] = ()
     calib_tokens: int = calibrate.DEFAULT_TOKENS
     seed: int = 0
@@ -65,7 +67,6 @@ class Plan:
     source: Path
     output: Path
     family: str
-    parameters: int
     bits: Mapping[str, Any]
     recipe: Mapping[str, Any]
     memory_bytes: int
@@ -101,16 +102,15 @@ def plan(source: Path, output: Path, options: Options) -> Plan:
     if options.calib:
         calibrate.load_files(options.calib)
     checkpoint = open_source(source, output, options)
-    made, architecture = manifest(checkpoint, options.recipe), checkpoint.architecture
+    architecture, bits = checkpoint.architecture, sizes(checkpoint, options)
     return Plan(
         source=checkpoint.folder,
         output=output,
         family=architecture.family,
-        parameters=made.parameters,
-        bits=made.bits(),
-        recipe=options.recipe.to_json(),
+        bits=bits,
+        recipe=recipe_json(options, options.recipe),
         memory_bytes=memory_bytes(architecture, options.calib_tokens, options.threads),
-        disk_bytes=disk_bytes(made, architecture, options.calib_tokens),
+        disk_bytes=model_bytes(bits) + spill_bytes(options.calib_tokens, architecture.hidden),
         seconds=estimate(checkpoint, options),
         calibration_tokens=options.calib_tokens,
         threads=options.threads,
@@ -126,6 +126,8 @@ def open_source(source: Path, output: Path, options: Options) -> Checkpoint:
         check_output(source, options.spill / "x")
     checkpoint = Checkpoint.open(source)
     options.recipe.check(spec.module for spec in matrices(checkpoint.architecture))
+    if options.draft_bpw is not None:
+        allocate.check(checkpoint.architecture, options.recipe, options.draft_bpw)
     if os.path.lexists(output):
         if not options.overwrite:
             way = "choose another output folder" + (", or pass --overwrite" if output.is_dir() else "")
@@ -166,10 +168,24 @@ def manifest(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
     return Manifest(architecture.family, sum(math.prod(s.shape) for s in specs), entries)
 
 
-def disk_bytes(made: Manifest, architecture: Architecture, tokens: int) -> int:
-    """Free space that a run takes at its peak, the result included."""
-    bits = made.bits()
-    return required_bytes(bits["draft_bytes"] + bits["residual_bytes"]) + spill_bytes(tokens, architecture.hidden)
+def sizes(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
+    """Manifest.bits of the model; with a budget for the draft as if it were spent to the last bit."""
+    architecture, bits = checkpoint.architecture, manifest(checkpoint, options.recipe).bits()
+    if options.draft_bpw is not None:
+        weights = sum(math.prod(s.shape) for s in architecture.tensors() if s.role == "linear")
+        bits["draft_bytes"] += math.ceil((options.draft_bpw - bits["draft_bpw"]) * weights / 8)
+        bits["draft_bpw"] = options.draft_bpw
+    return bits
+
+
+def model_bytes(bits: Mapping[str, Any]) -> int:
+    """Free space that a run takes at its peak for a model of these sizes, hidden states apart."""
+    return required_bytes(bits["draft_bytes"] + bits["residual_bytes"])
+
+
+def recipe_json(options: Options, recipe: Recipe) -> dict[str, Any]:
+    """What the manifest records of the recipe; `recipe` has the rules that the budget added."""
+    return recipe.to_json() | ({} if options.draft_bpw is None else {"draft_bpw": options.draft_bpw})
 
 
 def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,12 +36,16 @@ class States:
 
     def __init__(self, folder: Path, owner: str, lengths: Sequence[int], hidden: int, name: str = "states") -> None:
         """owner: a hash of all that the states depend on; lengths: tokens of every sequence; name: of this stream."""
-        self._folder, self._name = folder, name
-        self._owner = {"owner": owner, "lengths": list(lengths), "hidden": hidden}
+        self._folder, self._name, self._hidden = folder, name, hidden
+        self._owner: dict[str, Any] = {"owner": owner, "lengths": list(lengths), "hidden": hidden}
         self._shapes = [(n, hidden) for n in lengths]
         self._offsets = [0, *(4 * hidden * np.cumsum(lengths)).tolist()]
         self._sums = [""] * len(lengths)
         self.layer = -1
+
+    def of(self, name: str, lengths: Sequence[int]) -> States:
+        """Another stream of the same run."""
+        return States(self._folder, self._owner["owner"], lengths, self._hidden, name)
 
     def resume(self, at_most: int) -> bool:
         """Takes up the states of the last layer <= at_most that are there and whole; False: there are none."""
