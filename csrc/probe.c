@@ -80,7 +80,7 @@ static double timed(tb_probe *p, tb_task fn, int32_t repeats)
     const double start = tb_clock();
     for (int32_t i = 0; i < repeats; i++) {
         tb_parallel_for(p->pool, fn, p);
-        if (i + 1 < repeats)
+        if (i + 1 < repeats && p->w)
             p->w++;
     }
     const double seconds = tb_clock() - start;
@@ -169,9 +169,26 @@ static void read_part(void *arg, int ith, int nth)
 double tb_probe_read(tb_probe *p, const uint8_t *memory, size_t bytes, int32_t streams)
 {
     p->at = memory;
+    p->w = NULL;
     p->bytes = bytes;
     p->streams = streams;
     return timed(p, read_part, 1);
+}
+
+/* ---- parallel sections ---- */
+
+static void empty_part(void *arg, int ith, int nth)
+{
+    (void)arg;
+    (void)ith;
+    (void)nth;
+}
+
+double tb_probe_section(tb_probe *p)
+{
+    enum { N = 500 };
+    p->w = NULL;
+    return timed(p, empty_part, N) / N;
 }
 
 /* ---- multiplying ---- */

@@ -138,7 +138,7 @@ void tb_session_abort(tb_session *s, int32_t on);   /* from another thread or a 
 int tb_sample(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
               int32_t position, int32_t *token, char *err, size_t err_n);
 
-/* y[m, rows] = x[m, cols] @ W^T on `threads` threads. op 0: draft (2-bit), 1: verify (2-bit + residual). For tests and bench. */
+/* y[m, rows] = x[m, cols] @ W^T on `threads` threads. op 0: draft (2-bit), 1: verify (2-bit + residual), 2: residual. For tests and bench. */
 int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *y, int32_t threads, int32_t repeat, double *seconds, char *err, size_t err_n);
 /* One row of W as fp32 [cols], 2-bit part alone or in full. */
 int tb_matrix_row(const tb_matrix *w, int32_t full, int32_t row, float *out);
@@ -151,6 +151,8 @@ void tb_probe_free(tb_probe *p);
 double tb_probe_read(tb_probe *p, const uint8_t *memory, size_t bytes, int32_t streams);
 /* Multiply-accumulates per second, all threads together, of the level's own instructions for op, on registers. */
 double tb_probe_multiply(tb_probe *p, int32_t op);
+/* Seconds that a parallel section costs when its threads wait for it awake. */
+double tb_probe_section(tb_probe *p);
 /* Seconds of op on the n matrices w[0..n), one after the other, times m tokens whose rounding is not timed. All have the shape of
  * the first, and no rows beyond those of the model's matrices. */
 int tb_probe_matmul(tb_probe *p, const tb_matrix *w, int32_t n, int32_t op, int32_t m, double *seconds, char *err, size_t err_n);

@@ -44,12 +44,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """What the machine gives to `threads` threads: the best of 1, 2 and 4 streams, and multiply peaks per op."""
+    """What the machine gives to `threads` threads: the best of 1, 2 and 4 streams, multiply peaks per op, and the
+    microseconds that a parallel section costs."""
 
     threads: int
     read_gb_s: float
     streams: int
     gmac_s: dict[str, float]
+    section_us: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +60,7 @@ class Probe:
             "streams": self.streams,
             "gmac_s": self.gmac_s["verify"],
             "draft_gmac_s": self.gmac_s["draft"],
+            "section_us": self.section_us,
         }
 
 
@@ -283,6 +286,7 @@ class _Bandwidth:
         self._at = 0
         self._read = {(n, s): _Samples() for n in threads for s in self.STREAMS}
         self._multiply = {(n, op): _Samples() for n in threads for op in OPS}
+        self._section = {n: _Samples() for n in threads}
 
     def sample(self, threads: int) -> None:
         """One sample of everything at this number of threads."""
@@ -292,6 +296,7 @@ class _Bandwidth:
             seconds = lib.tb_probe_read(worker.pointer, self._pointer + self._at, size, streams)
             self._read[threads, streams].add(seconds / size, worker.undisturbed)
             self._at = self._at + size if self._at + 2 * size <= self._memory.size else 0
+        self._section[threads].add(lib.tb_probe_section(worker.pointer) * 1e6, worker.undisturbed)
         for number, op in enumerate(OPS):
             rate = lib.tb_probe_multiply(worker.pointer, number)
             self._multiply[threads, op].add(rate, worker.undisturbed)
@@ -301,7 +306,7 @@ class _Bandwidth:
         reads = {s: 1e-9 / self._read[threads, s].median for s in self.STREAMS}
         best = max(reads, key=lambda s: reads[s])
         peaks = {op: self._multiply[threads, op].median * 1e-9 for op in OPS}
-        return Probe(threads, reads[best], best, peaks)
+        return Probe(threads, reads[best], best, peaks, self._section[threads].median)
 
     def probes(self) -> list[Probe]:
         return [self.probe(n) for n in self.workers]
@@ -423,6 +428,7 @@ def kernels(
             statistics.median(p.read_gb_s for p in of),
             statistics.mode(p.streams for p in of),
             {op: statistics.median(p.gmac_s[op] for p in of) for op in OPS},
+            statistics.median(p.section_us for p in of),
         )
         for of in zip(*found, strict=True)
     ]

@@ -129,7 +129,8 @@ def _markdown(data: dict[str, Any]) -> None:
         many = "s" if probe["threads"] > 1 else ""
         output.line(
             f"probe, {probe['threads']} thread{many}: reads {probe['read_gb_s']:.1f} GB/s, {probe['streams']} streams; "
-            f"multiplies {probe['gmac_s']:.0f} GMAC/s (draft: {probe['draft_gmac_s']:.0f})"
+            f"multiplies {probe['gmac_s']:.0f} GMAC/s (draft: {probe['draft_gmac_s']:.0f}); "
+            f"a parallel section takes {probe['section_us']:.2f} us"
         )
     if data["results"]:
         _table(("test", "draft", "threads", "tokens/s", "spread", "tokens/step", "GB/s"), RESULTS, data["results"])
