@@ -72,6 +72,7 @@ struct tb_session {
     int32_t history_n;
     int32_t pure;               /* so many leading positions hold the full model's keys and values */
     tb_belief belief;
+    double product_seconds;     /* spent in matrix products so far */
     atomic_int abort;
     atomic_int bad;             /* 0, or 1 + code of the first input that was not finite */
 };

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "os.h"
 
 typedef struct pass {
     tb_session *s;
@@ -279,7 +280,9 @@ static void run_products(pass *p, products *g)
     g->chunks = 0;
     for (int32_t i = 0; i < (g->gated ? 1 : g->n_w); i++)
         g->chunks += chunks_of(g, i);
+    const double start = tb_clock();
     tb_parallel_for(p->s->pool, product_part, g);
+    p->s->product_seconds += tb_clock() - start;
 }
 
 /* --- by head and token: attention --- */

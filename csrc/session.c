@@ -188,6 +188,8 @@ int32_t tb_session_high(const tb_session *s) { return round8(max32(s->high, s->l
 const int32_t *tb_session_tokens(const tb_session *s) { return s->history; }
 void tb_session_abort(tb_session *s, int32_t on) { atomic_store(&s->abort, on ? 1 : 0); }
 
+double tb_session_product_seconds(const tb_session *s) { return s->product_seconds; }
+
 size_t tb_session_bytes(const tb_session *s)
 {
     size_t bytes = s->s.bytes + s->s.scores_n * sizeof(float) + s->s.kernel_n * (size_t)s->threads +

@@ -127,6 +127,7 @@ size_t tb_session_state_bytes(tb_session *s, int32_t length, int32_t high);
 int tb_session_state_get(tb_session *s, uint8_t *state, size_t bytes, char *err, size_t err_n);
 int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, int32_t high, uint8_t *state, size_t bytes, char *err, size_t err_n);
 size_t tb_session_bytes(const tb_session *s);   /* cache and scratch */
+double tb_session_product_seconds(const tb_session *s);   /* spent in matrix products since the session was made */
 
 /* One speculative step. `history` holds prompt and output so far, [n_history]; its last token is not evaluated yet,
  * the cache holds the n_history - 1 before it. */

@@ -139,22 +139,27 @@ def speeds(
     new: int,
     repeats: int,
     threads: Sequence[int],
+    depth: int = 0,
     warm: bool = True,
     progress: Progress = lambda text: None,
 ) -> Report:
-    """Prefill of each of `prompts` tokens at once; decoding of `new` after PROMPTS (0: not), with drafting and without.
+    """Prefill of each of `prompts` tokens at once; decoding of `new` after PROMPTS (0: not), with drafting and without,
+    behind `depth` tokens of context.
 
     Raises UsageError where the context is too short, RuntimeFailure where drafting changed the text.
     """
-    questions = _prompts(tokenizer) if new else {}
-    need = max(*prompts, *(len(ids) + new for ids in questions.values()), 1)
+    filler = np.random.default_rng(1).integers(0, model.vocab, depth).tolist()
+    questions = {kind: filler + ids for kind, ids in _prompts(tokenizer).items()} if new else {}
+    decode = f"tg{new}" + (f" @ d{depth}" if depth else "")
+    need = max([*prompts, *(len(ids) + new for ids in questions.values()), 1])
     if need > model.architecture.max_context:
         raise UsageError(f"{need} tokens do not fit: this model has {model.architecture.max_context} positions")
-    text = np.random.default_rng(0).integers(0, model.vocab, max(*prompts, 1)).tolist()
+    text = np.random.default_rng(0).integers(0, model.vocab, max([*prompts, 1])).tolist()
     sessions = {n: Session(model, need, n) for n in threads}
     bandwidth = _Bandwidth(threads)
     times: dict[tuple[str, bool, int], list[float]] = {}
     steps: dict[int, list[int]] = {n: [0, 0] for n in threads}
+    other: dict[int, list[float]] = {n: [] for n in threads}
     for number in range(-warm, repeats):  # round -1 warms up
         progress("warming up" if number < 0 else f"round {number + 1} of {repeats}")
         for n, session in sessions.items():
@@ -166,8 +171,10 @@ def speeds(
             for kind, ids in questions.items():
                 texts = []
                 for draft in (False, True):
-                    spent, tokens, count = _decode(session, ids, new, draft)
+                    spent, products, tokens, count = _decode(session, ids, new, draft)
                     seconds[draft] += spent
+                    if not draft:
+                        other[n].append(spent - products)
                     texts.append(tokens)
                     if draft:
                         steps[n][0] += len(tokens)
@@ -176,7 +183,7 @@ def speeds(
                     raise RuntimeFailure(f"{kind}: the tokens with drafting differ from those without")
             if questions:
                 for draft in (False, True):
-                    times.setdefault((f"tg{new}", draft, n), []).append(seconds[draft])
+                    times.setdefault((decode, draft, n), []).append(seconds[draft])
     report = Report(machine(model.level), bandwidth.probes())
     read = read_bytes(model)
     for (test, draft, n), taken in times.items():
@@ -186,6 +193,7 @@ def speeds(
             row["tokens_per_step"] = steps[n][0] / steps[n][1] if draft else 1.0
             if not draft:
                 row["read_gb_s"] = read * row["tokens_per_s"] * 1e-9
+                row["other_ms"] = statistics.median(other[n]) / new * 1e3
         report.results.append(row)
     report.results.sort(key=lambda row: (row["threads"], row["test"], row["draft"]))
     return report
@@ -214,20 +222,22 @@ def _prefill(session: Session, ids: list[int]) -> float:
     return statistics.median(taken)
 
 
-def _decode(session: Session, prompt: list[int], new: int, draft: bool) -> tuple[float, list[int], int]:
-    """(seconds, tokens, steps) of `new` greedy tokens, end tokens or not; the prompt's evaluation is not timed."""
-    session.rewind(0)
-    if len(prompt) > 1:
-        session.eval(prompt[:-1], logits=False)
+def _decode(session: Session, prompt: list[int], new: int, draft: bool) -> tuple[float, float, list[int], int]:
+    """(seconds, those of them in matrix products, tokens, steps) of `new` greedy tokens, end tokens or not.
+
+    The prompt's evaluation is not timed.
+    """
+    session.sync(prompt[:-1])
     history, end, steps = list(prompt), len(prompt) + new, 0
-    start = time.perf_counter()
+    products, start = session.product_seconds, time.perf_counter()
     while len(history) < end:
         options = StepOptions(budget=end - len(history))
         if not draft:
             options = StepOptions(budget=end - len(history), draft_max=0)
         history += session.step(history, Sampling(), options).tokens
         steps += 1
-    return time.perf_counter() - start, history[len(prompt) :], steps
+    spent = time.perf_counter() - start
+    return spent, session.product_seconds - products, history[len(prompt) :], steps
 
 
 def _spread(rates: Sequence[float]) -> dict[str, float]:
@@ -491,6 +501,7 @@ def bench(
     repeats: int,
     threads: Sequence[int] | None,
     roofline: bool,
+    depth: int = 0,
     progress: Progress = lambda text: None,
 ) -> Report:
     """Everything that `twobit bench` measures of the model in `folder`."""
@@ -500,7 +511,14 @@ def bench(
         tokenizer = Tokenizer.load(folder, config=model.config, rows=model.vocab)
         try:
             report = speeds(
-                model, tokenizer, prompts=prompts, new=new, repeats=repeats, threads=counts, progress=progress
+                model,
+                tokenizer,
+                prompts=prompts,
+                new=new,
+                depth=depth,
+                repeats=repeats,
+                threads=counts,
+                progress=progress,
             )
         finally:
             tokenizer.close()

@@ -15,7 +15,7 @@ FORMATS = ("md", "csv", "json")
 MOST_TOKENS = 1 << 20
 MOST_REPEATS = 1000
 
-RESULTS = ("test", "draft", "threads", "tokens_per_s", "spread", "tokens_per_step", "read_gb_s")
+RESULTS = ("test", "draft", "threads", "tokens_per_s", "spread", "tokens_per_step", "read_gb_s", "other_ms")
 KERNELS = (
     "op", "threads", "rows", "cols", "bits", "m", "seconds", "spread", "ratio_to_m1", "gb_s", "gmac_s", "limit",
     "roofline_fraction",
@@ -28,6 +28,7 @@ def bench(
         str, typer.Option("-p", metavar="N,...", help="Prompts of so many tokens to evaluate; 0: none")
     ] = "512",
     new: Annotated[int, typer.Option("-n", metavar="N", help="New tokens to decode; 0: none")] = 128,
+    depth: Annotated[int, typer.Option("-d", metavar="N", help="Tokens of context before what is decoded")] = 0,
     repeats: Annotated[int, typer.Option("-r", metavar="N", help="Rounds; the first, to warm up, comes extra")] = 5,
     threads: Annotated[
         str | None, typer.Option("-t", metavar="N,...", help="Numbers of threads [one per usable core]")
@@ -39,10 +40,10 @@ def bench(
     """Measure prefill (pp) and decoding (tg), with and without drafting, without loading and tokenizing.
 
     Rounds alternate what is compared. Shown are medians, and the spread: highest minus lowest, as a share of the
-    median. Decoding is greedy after three fixed prompts (code, prose, chat). With --kernels: every matrix shape of the
-    model times M tokens, against the read bandwidth and the multiply peak that are probed in the same rounds; there
-    the spread is from the 10th to the 90th percentile. A fraction above 1 means that the run is not valid: the exit
-    code is then 1.
+    median. Decoding is greedy after three fixed prompts (code, prose, chat); "other ms" is its time per token outside
+    of matrix products. With --kernels: every matrix shape of the model times M tokens, against the read bandwidth and
+    the multiply peak that are probed in the same rounds; there the spread is from the 10th to the 90th percentile. A
+    fraction above 1 means that the run is not valid: the exit code is then 1.
 
     \b
     twobit bench ./model
@@ -53,6 +54,7 @@ def bench(
         raise UsageError(f"--format {form} is not possible: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     prompts = [] if prompt == "0" else numbers("-p", prompt, MOST_TOKENS)
     options.integer("-n", new, 0, MOST_TOKENS)
+    options.integer("-d", depth, 0, MOST_TOKENS)
     options.integer("-r", repeats, 1, MOST_REPEATS)
     counts = None if threads is None else numbers("-t", threads, options.MAX_THREADS)
     if not (prompts or new or kernels):
@@ -67,6 +69,7 @@ def bench(
         folder,
         prompts=prompts,
         new=new,
+        depth=depth,
         repeats=repeats,
         threads=counts,
         roofline=kernels,
@@ -133,7 +136,11 @@ def _markdown(data: dict[str, Any]) -> None:
             f"a parallel section takes {probe['section_us']:.2f} us"
         )
     if data["results"]:
-        _table(("test", "draft", "threads", "tokens/s", "spread", "tokens/step", "GB/s"), RESULTS, data["results"])
+        _table(
+            ("test", "draft", "threads", "tokens/s", "spread", "tokens/step", "GB/s", "other ms"),
+            RESULTS,
+            data["results"],
+        )
     if data["kernels"]:
         titles = (
             "op",

@@ -68,6 +68,11 @@ class Session:
         """Memory of cache and scratch."""
         return int(lib.tb_session_bytes(self._session))
 
+    @property
+    def product_seconds(self) -> float:
+        """Time spent in matrix products since the session was made."""
+        return float(lib.tb_session_product_seconds(self._session))
+
     def eval(
         self, ids: Sequence[int], *, chunk: int = 256, every: bool = False, logits: bool = True, draft: bool = False
     ) -> np.ndarray | None:
