@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import peers  # noqa: E402
+import show  # noqa: E402
 
 from twobit import benchmark  # noqa: E402
 from twobit.runtime.model import Model  # noqa: E402
@@ -108,17 +109,7 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(data, indent=2) + "\n")
-    here = data["machine"]
-    print(f"{data['model']}, {here['cpu']}, kernels {here['kernel']}, medians of {data['rounds']} alternated rounds")
-    print("probe: " + ", ".join(f"{n} thread(s) {v:.1f} GB/s" for n, v in data["probe_gb_s"].items()) + "\n")
-    print("| threads | test | engine | tokens/s | lowest-highest | to llama.cpp | GB/s |")
-    print("|---|---|---|---:|---:|---:|---:|")
-    for row in data["results"]:
-        spread, read = f"{row['low']:.1f}-{row['high']:.1f}", f"{row['gb_s']:.1f}" if "gb_s" in row else ""
-        print(
-            f"| {row['threads']} | {row['test']} | {row['engine']} | {row['tokens_per_s']:.1f} | {spread} "
-            f"| {row['ratio']:.2f} | {read} |"
-        )
+    show.show_llama(data)
 
 
 if __name__ == "__main__":

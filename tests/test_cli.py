@@ -25,6 +25,7 @@ import twobit
 from twobit.cli import errors, options, output
 from twobit.cli.main import COMMANDS, app, main
 from twobit.errors import CheckpointError, TwobitError, UsageError
+from twobit.runtime.lib import default_threads
 from twobit.runtime.tokenizer import Tokenizer
 
 ANSWER = "Hello there, the answer is 42 😸 日本."
@@ -309,7 +310,7 @@ def test_values_that_make_no_sense(
 def test_step_options(model: Path, runtime: list[dict[str, Any]], args: list[str], expected: dict[str, Any]) -> None:
     assert main(["run", str(model), "hi", "--json", "-t", "64", *args]) == 0
     assert {name: getattr(runtime[0]["options"], name) for name in expected} == expected
-    assert runtime[0]["threads"] == 64
+    assert runtime[0]["threads"] == default_threads()
     if "-n" in args:
         assert runtime[0]["session"].budgets[0] == 5
 

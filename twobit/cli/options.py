@@ -111,8 +111,10 @@ def device(name: str) -> str:
 
 
 def threads(count: int | None) -> int | None:
-    """-t; None: one per usable core. More than there are cores is slower, never wrong."""
-    return None if count is None else integer("-t", count, 1, MAX_THREADS)
+    """-t; None: one per usable core, and never more: that would only be slower."""
+    from twobit.runtime.lib import default_threads
+
+    return None if count is None else min(integer("-t", count, 1, MAX_THREADS), default_threads())
 
 
 def logit_bias(items: Sequence[str]) -> dict[int, float]:
