@@ -31,10 +31,9 @@ def show_kernels(data: dict[str, Any], shape: str) -> None:
     """Results of `twobit bench --kernels --json`: time to M = 1, and share of the nearer limit, by op and threads."""
     sizes = (1, 2, 4, 8, 16, 64)
     for probe in data["probes"]:
-        print(
-            f"{probe['threads']} thread(s): reads {probe['read_gb_s']:.1f} GB/s, "
-            f"multiplies {probe['gmac_s']:.0f} GMAC/s (draft {probe['draft_gmac_s']:.0f}), a parallel section takes {probe['section_us']:.2f} us"
-        )
+        print(f"{probe['threads']} thread(s): reads {probe['read_gb_s']:.1f} GB/s, ", end="")
+        print(f"multiplies {probe['gmac_s']:.0f} GMAC/s (draft {probe['draft_gmac_s']:.0f}), ", end="")
+        print(f"a parallel section takes {probe['section_us']:.2f} us")
     here = data["machine"]
     print(f"\n{shape}, {here['cpu']}, kernels {here['kernel']}; time to M = 1 (share of the limit)\n")
     print("| op | threads | M = 1 | GB/s | " + " | ".join(f"M = {m}" for m in sizes[1:]) + " | GMAC/s at 64 |")
