@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from twobit import architecture
+from twobit import families
 from twobit.architecture import SUPPORTED_FAMILIES, Architecture
 from twobit.errors import CheckpointError, ConfigError
 
@@ -172,7 +172,7 @@ def test_defaults_of_absent_keys_equal_transformers(family: str) -> None:
 
     theirs = AutoConfig.for_model(family)
     compared = set()
-    for key, value in architecture._FAMILIES[family].defaults.items():
+    for key, value in families.FAMILIES[family].defaults.items():
         if key in ("rope_theta", "rope_local_base_freq", "no_rope_layers", "head_dim", "num_key_value_heads"):
             continue  # filled in or moved by transformers; compared below
         if key == "sliding_window" and getattr(theirs, "use_sliding_window", True) is False:
