@@ -177,7 +177,12 @@ static float *product(const tb_kernels *k, const tb_matrix *w, int op, const flo
         fprintf(stderr, "%s: finite activations refused\n", k->name);
         exit(1);
     }
-    k->matmul(w, op, &a, y, w->rows, b0, b1, scratch);
+    tb_matrix part = *w;
+    if (op == TB_RESIDUAL) {    /* the draft part may be elsewhere */
+        part.draft_codes = part.draft_scales = part.row_a = NULL;
+        part.row_b = NULL;
+    }
+    k->matmul(&part, op, &a, y, w->rows, b0, b1, scratch);
     for (size_t i = n; i < n + 16; i++)
         if (!isnan(y[i])) {
             fprintf(stderr, "%s: wrote past the end\n", k->name);

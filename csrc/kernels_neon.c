@@ -7,6 +7,7 @@
  *   verify   up to TWO_SUMS tokens: sums of c x and of r x over a unit, joined with 2 A s and f; nothing is rebuilt.
  *            More tokens: q rebuilt as int16 and split like x, q = 128 qh + ql (|q| <= 8191), once per 128 tokens, in 4 KB
  *            of scratch; then q x = 2^14 qh xh + 2^7 (qh xl + ql xh) + ql xl, three sums along the whole group.
+ *   residual verify without draft codes: bits = 0 below.
  *
  * What the codes' zero points and B m contribute is one integer per row and unit,
  *   K = B m - (2^b - 1) A s - 2^(R-1) f,   times the sum of x over the unit.
@@ -77,6 +78,8 @@ typedef struct rows { uint32x4_t step, an, b; } rows;
 INLINE rows load_rows(const tb_matrix *w, int bits, int32_t row)
 {
     uint32_t a[4], b[4];
+    if (!bits)
+        return (rows){ vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0) };
     for (int i = 0; i < 4; i++) {
         a[i] = w->row_a[row + i];
         b[i] = (uint32_t)(int32_t)w->row_b[row + i];
@@ -94,11 +97,15 @@ INLINE uint32x4_t nibble(uint32x4_t v, int at)
 }
 
 /* `record`, `factors`: of the unit's quad; u: the unit in it. rbits 0: draft. */
-INLINE scales load_scales(const uint8_t *record, const uint8_t *factors, int group, int rbits, int g, int u, const rows *r)
+INLINE scales load_scales(int bits, const uint8_t *record, const uint8_t *factors, int group, int rbits, int g, int u, const rows *r)
 {
-    const uint32x4_t sm = vreinterpretq_u32_u8(vld1q_u8(record + 16 * g));
-    const uint32x4_t s = nibble(sm, 2 * u), m = vsubq_u32(nibble(sm, 2 * u + 1), vdupq_n_u32(8));
-    scales q = { vmulq_u32(s, r->step), vdupq_n_u32(0), vmlsq_u32(vmulq_u32(m, r->b), s, r->an) };
+    scales q = { vdupq_n_u32(0), vdupq_n_u32(0), vdupq_n_u32(0) };
+    if (bits) {
+        const uint32x4_t sm = vreinterpretq_u32_u8(vld1q_u8(record + 16 * g));
+        const uint32x4_t s = nibble(sm, 2 * u), m = vsubq_u32(nibble(sm, 2 * u + 1), vdupq_n_u32(8));
+        q.step = vmulq_u32(s, r->step);
+        q.k = vmlsq_u32(vmulq_u32(m, r->b), s, r->an);
+    }
     if (rbits) {
         if (group == 16) {
             q.f = nibble(vmovl_u16(vreinterpret_u16_u8(vld1_u8(factors + 8 * g))), u);
@@ -212,11 +219,15 @@ typedef struct place {
     int32_t units;
 } place;
 
-INLINE place block_at(const tb_matrix *w, int rbits, int32_t block)
+INLINE place block_at(const tb_matrix *w, int bits, int rbits, int32_t block)
 {
     const int32_t units = (w->cols + 15) / 16, quads = (units + 3) / 4;
     const size_t unit = (size_t)block * (size_t)units, q = (size_t)block * (size_t)quads;
-    place p = { w->draft_codes + 32 * (size_t)w->draft_bits * unit, w->draft_scales + 64 * q, NULL, NULL, units };
+    place p = { NULL, NULL, NULL, NULL, units };
+    if (bits) {
+        p.codes = w->draft_codes + 32 * (size_t)bits * unit;
+        p.scales = w->draft_scales + 64 * q;
+    }
     if (rbits) {
         p.residual = w->residual_codes + 32 * (size_t)rbits * unit;
         p.factors = w->residual_scales + (w->residual_group == 32 ? 16 : 32) * q;
@@ -227,8 +238,10 @@ INLINE place block_at(const tb_matrix *w, int rbits, int32_t block)
 /* Over one activation group. */
 INLINE void next_group(int bits, int rbits, int group, int columns, place *p)
 {
-    p->codes += 2 * bits * columns;
-    p->scales += columns;
+    if (bits) {
+        p->codes += 2 * bits * columns;
+        p->scales += columns;
+    }
     if (rbits) {
         p->residual += 2 * rbits * columns;
         p->factors += (group == 32 ? 16 : 32) * (columns / 64);
@@ -265,13 +278,13 @@ INLINE void group_rows(int bits, int rbits, int tokens, const place *p, int grou
                        const uint8_t *x, ptrdiff_t ldr, uint32x4_t sum[4])
 {
     for (int u = 0; u < units; u++) {
-        const uint8_t *record = p->scales + 64 * (u / 4);
+        const uint8_t *record = bits ? p->scales + 64 * (u / 4) : NULL;
         const uint8_t *factors = rbits ? p->factors + (group == 32 ? 16 : 32) * (u / 4) : NULL;
-        const scales q = load_scales(record, factors, group, rbits, g, u % 4, r);
+        const scales q = load_scales(bits, record, factors, group, rbits, g, u % 4, r);
         int8x16_t c[4], fine[4];
         UNROLL
         for (int j = 0; j < 4; j++) {
-            c[j] = field(bits, p->codes + 32 * bits * u, g, j);
+            c[j] = bits ? field(bits, p->codes + 32 * bits * u, g, j) : vdupq_n_s8(0);
             fine[j] = rbits ? field(rbits, p->residual + 32 * rbits * u, g, j) : c[j];
         }
         for (int t = 0; t < tokens; t++) {
@@ -279,7 +292,8 @@ INLINE void group_rows(int bits, int rbits, int tokens, const place *p, int grou
             const int8x16_t x0 = vld1q_s8(at);
             if (rbits) {
                 const int8x16_t x1 = vld1q_s8(at + 16);
-                sum[t] = vmlaq_u32(sum[t], vreinterpretq_u32_s32(dot16(c, x0, x1)), q.step);
+                if (bits)
+                    sum[t] = vmlaq_u32(sum[t], vreinterpretq_u32_s32(dot16(c, x0, x1)), q.step);
                 sum[t] = vmlaq_u32(sum[t], vreinterpretq_u32_s32(dot16(fine, x0, x1)), q.f);
             } else {
                 sum[t] = vmlaq_u32(sum[t], vreinterpretq_u32_s32(dot(vdupq_n_s32(0), c, x0)), q.step);
@@ -292,7 +306,7 @@ INLINE void group_rows(int bits, int rbits, int tokens, const place *p, int grou
 INLINE void multiply_block(const tb_matrix *w, const tb_act *a, int bits, int rbits, int tokens, int32_t t0, int32_t block, float *y, ptrdiff_t ldy)
 {
     const int group = w->residual_group, columns = a->group;
-    place p = block_at(w, rbits, block);
+    place p = block_at(w, bits, rbits, block);
     rows r[4];
     sums acc[4];
     for (int g = 0; g < 4; g++) {
@@ -350,12 +364,13 @@ INLINE void rebuild(int bits, int rbits, const place *p, int group, const rows r
 {
     for (int u = 0; u < units; u++)
         for (int g = 0; g < 4; g++) {
-            const scales q = load_scales(p->scales + 64 * (u / 4), p->factors + (group == 32 ? 16 : 32) * (u / 4), group, rbits, g, u % 4, &r[g]);
+            const uint8_t *record = bits ? p->scales + 64 * (u / 4) : NULL, *factors = p->factors + (group == 32 ? 16 : 32) * (u / 4);
+            const scales q = load_scales(bits, record, factors, group, rbits, g, u % 4, &r[g]);
             const uint16x8_t step[2] = { spread(q.step, 0), spread(q.step, 1) }, f[2] = { spread(q.f, 0), spread(q.f, 1) };
             const uint16x8_t k[2] = { spread(q.k, 0), spread(q.k, 1) };
             UNROLL
             for (int j = 0; j < 4; j++, out += 32) {
-                const int8x16_t c = field(bits, p->codes + 32 * bits * u, g, j), fine = field(rbits, p->residual + 32 * rbits * u, g, j);
+                const int8x16_t c = bits ? field(bits, p->codes + 32 * bits * u, g, j) : vdupq_n_s8(0), fine = field(rbits, p->residual + 32 * rbits * u, g, j);
                 const int16x8_t q0 = join(vget_low_s8(c), step[0], vget_low_s8(fine), f[0], k[0]);
                 const int16x8_t q1 = join(vget_high_s8(c), step[1], vget_high_s8(fine), f[1], k[1]);
                 const int8x16_t bytes = vcombine_s8(vmovn_s16(q0), vmovn_s16(q1));
@@ -426,7 +441,7 @@ INLINE void by_rebuilding(const tb_matrix *w, const tb_act *a, int bits, int rbi
         r[g] = load_rows(w, bits, 16 * b + 4 * g);
     for (int32_t t0 = 0; t0 < a->m; t0 += CHUNK) {
         const int m = smaller(CHUNK, a->m - t0);
-        place p = block_at(w, rbits, b);
+        place p = block_at(w, bits, rbits, b);
         for (int t = 0; t < m; t++)
             for (int g = 0; g < 4; g++)
                 acc[t].row[g] = vdupq_n_f32(0);
@@ -471,12 +486,19 @@ VERIFY(3, 6)
 VERIFY(3, 8)
 VERIFY(4, 4)
 VERIFY(4, 6)
+VERIFY(0, 4)
+VERIFY(0, 6)
+VERIFY(0, 8)
 
 static void matmul(const tb_matrix *w, int32_t op, const tb_act *a, float *y, ptrdiff_t ldy, int32_t b0, int32_t b1, void *scratch)
 {
     static product *const drafts[] = { draft_2, draft_3, draft_4 };
-    static product *const verifies[][3] = { { NULL, verify_26, verify_28 }, { NULL, verify_36, verify_38 }, { verify_44, verify_46, NULL } };
-    product *f = op == TB_DRAFT ? drafts[w->draft_bits - 2] : verifies[w->draft_bits - 2][w->residual_bits / 2 - 2];
+    static product *const verifies[][3] = {
+        { verify_04, verify_06, verify_08 }, { NULL, NULL, NULL }, { NULL, verify_26, verify_28 },
+        { NULL, verify_36, verify_38 }, { verify_44, verify_46, NULL },
+    };
+    product *f = op == TB_DRAFT ? drafts[w->draft_bits - 2]
+                                : verifies[op == TB_RESIDUAL ? 0 : w->draft_bits][w->residual_bits / 2 - 2];
     f(w, a, y, ldy, b0, b1, scratch);
 }
 
