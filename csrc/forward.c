@@ -341,6 +341,8 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
                char *err, size_t err_n)
 {
     const tb_model *m = s->m;
+    if (op == TB_VERIFY && !m->d.head.residual_bits)
+        return tb_fail(err, err_n, TB_EINVAL, "only the draft part of the model is there: the residual is missing");
     for (int32_t t = 0; t < n; t++)
         if (tokens[t] < 0 || tokens[t] >= m->d.vocab)
             return tb_fail(err, err_n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[t], (int)m->d.vocab);

@@ -111,7 +111,7 @@ def install(answer: str, *, block: int = 3, context: int = 4096, slow: bool = Fa
             self.path = path
             self.config = json.loads((path / "config.json").read_text())
 
-        open = classmethod(lambda cls, path: cls(path))
+        open = classmethod(lambda cls, path, draft_only=False: cls(path))
 
     class Session(FakeSession):
         def __init__(self, model: Model, max_context: int, threads: int | None = None) -> None:

@@ -20,9 +20,9 @@ from twobit import evaluate as e
 from twobit.architecture import Architecture
 from twobit.cli.main import main
 from twobit.errors import UsageError
+from twobit.progress import Progress
 from twobit.quant.calibrate import load_default
 from twobit.quant.decoder import Decoder
-from twobit.quant.pipeline import Progress
 from twobit.quant.recipe import Recipe
 from twobit.quant.source import Checkpoint
 from twobit.runtime.model import Model

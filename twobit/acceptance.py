@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from twobit.quant.pipeline import Progress
+from twobit.progress import Progress
 from twobit.runtime.sampling import Sampling, sample
 from twobit.runtime.session import Session, StepOptions
 

@@ -37,3 +37,14 @@ class TokenizerError(TwobitError):
 
 class RuntimeFailure(TwobitError):
     """The C runtime stopped: out of memory, context exhausted, a value that is not finite."""
+
+
+class HubError(TwobitError):
+    """The Hub refuses, or cannot be reached. status: of its answer, None without one; passing: trying again may help,
+    after `wait` seconds where the Hub says so."""
+
+    def __init__(self, message: str, hint: str | None = None, status: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.passing = False
+        self.wait: float | None = None

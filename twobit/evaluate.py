@@ -44,9 +44,9 @@ from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import CheckpointError, RuntimeFailure, UsageError
 from twobit.format import layout
 from twobit.format.reader import PackedModel
+from twobit.progress import Progress
 from twobit.quant import calibrate
 from twobit.quant.decoder import Decoder
-from twobit.quant.pipeline import Progress
 from twobit.quant.source import Checkpoint
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling

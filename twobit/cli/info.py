@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +23,14 @@ def info(
 ) -> int:
     """Show what a twobit model holds: bits per weight, bytes per shard, tensors, recipe.
 
+    Of a model on the Hub only the headers are fetched.
+
     \b
     twobit info ./model
+    twobit info user/model
     twobit info ./model --check --json
     """
-    from twobit.format.reader import open_model
-
-    packed = open_model(options.model_folder(model, quiet=as_json), check=check)
-    manifest = packed.manifest
+    manifest, files = _look(model, check, as_json)
     level = _level()
     if as_json:
         output.result(
@@ -42,7 +43,7 @@ def info(
                 "calibration": dict(manifest.calibration),
                 "kernel": level,
                 "producer": manifest.producer,
-                "files": dict(packed.files),
+                "files": files,
                 "tensors": _groups(manifest),
                 "checked": check,
             }
@@ -68,7 +69,7 @@ def info(
         ]
     )
     output.line()
-    output.table([("file", "bytes"), *((name, f"{size:,}") for name, size in packed.files.items())])
+    output.table([("file", "bytes"), *((name, f"{size:,}") for name, size in files.items())])
     output.line()
     output.table(
         [
@@ -86,6 +87,21 @@ def info(
     if check:
         output.note("every checksum is right")
     return 0
+
+
+def _look(model: str, check: bool, quiet: bool) -> tuple[Manifest, dict[str, int]]:
+    """Manifest and shard sizes. Of a model on the Hub only headers are fetched, but for --check, which needs all."""
+    found = options.local_or_hub(model)
+    if isinstance(found, Path) or check:
+        from twobit.format.reader import open_model
+
+        packed = open_model(options.model_folder(model, quiet=quiet), check=check)
+        return packed.manifest, dict(packed.files)
+    from twobit import hub
+    from twobit.cli.progress import quiet_libraries
+
+    quiet_libraries(True)
+    return hub.describe(*found)
 
 
 def _level() -> str | None:

@@ -17,6 +17,7 @@ COMMANDS = {
     "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
     "run": "Continue a prompt, or answer it, with lossless drafting",
     "info": "Show what a twobit model holds",
+    "push": "Upload a model to the Hugging Face Hub",
     "bench": "Measure speeds, and how near the kernels come to the roofline",
     "eval": "Measure a model against the checkpoint it was made from",
 }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twobit.errors import TwobitError, UsageError
+from twobit.errors import UsageError
 
 if TYPE_CHECKING:
     from twobit.runtime.sampling import Sampling
@@ -23,38 +23,51 @@ MAX_SEED = 2**64 - 1
 MAX_VALUE = 1e6  # of temperatures, penalties and biases: far beyond use, far from overflow
 
 _HUB_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
-_FILES = ["*.json", "twobit-*.safetensors", "*.jinja", "additional_chat_templates/*.jinja"]
 
 
-def model_folder(model: str, *, quiet: bool = False) -> Path:
-    """The folder of MODEL: a local one, or a Hub id `user/model[@revision]`, downloaded into the Hub's cache."""
+def model_folder(model: str, *, quiet: bool = False, draft_only: bool = False) -> Path:
+    """The folder of MODEL: a local one, or a Hub id `user/model[@revision]`, downloaded into the Hub's cache where it
+    is not there yet; of a download with `draft_only` just the 2-bit part."""
+    found = local_or_hub(model)
+    if isinstance(found, Path):
+        return found
+
+    from twobit import hub
+    from twobit.cli.progress import Bars, quiet_libraries
+
+    bars = Bars(quiet=quiet, unit="B")
+    quiet_libraries(quiet)
+    try:
+        return hub.download(*found, draft_only=draft_only, progress=bars)
+    finally:
+        bars.close()
+
+
+def local_or_hub(model: str) -> Path | tuple[str, str | None]:
+    """MODEL: a folder, or (repository, revision) of a Hub id `user/model[@revision]`."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise UsageError(f"{model} is a file", "give the folder that holds the model")
-    match = _HUB_ID.fullmatch(model)
-    if match is None or (path.parent.is_dir() and str(path.parent) != "."):
+    found = hub_id(model)
+    if found is None:
         raise UsageError(f"{model}: no such folder", "give a model folder, or a Hub id such as user/model")
-    return _download(match[1], match[2], quiet)
+    return found
 
 
-def _download(repo: str, revision: str | None, quiet: bool) -> Path:
-    import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars
+def hub_id(name: str) -> tuple[str, str | None] | None:
+    """(repository, revision) of a Hub id `user/model[@revision]`; None for what looks like a path."""
+    match = _HUB_ID.fullmatch(name)
+    parent = Path(name).parent
+    return None if match is None or (parent.is_dir() and str(parent) != ".") else (match[1], match[2])
 
-    if quiet:
-        disable_progress_bars()
-    try:
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_FILES))
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:  # the Hub's own errors, and those of whatever HTTP library it uses
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TwobitError(
-            f"{repo} is no local folder, and it cannot be downloaded: {first}",
-            "check the name and the connection; a local folder works offline",
-        ) from error
+
+def hub_name(name: str, value: str) -> str:
+    """A repository's name: user/name, or name alone."""
+    if not re.fullmatch(r"([\w][\w.-]*/)?[\w][\w.-]*", value, re.ASCII) or ".." in value or "--" in value:
+        raise UsageError(f"{name} {value} is not possible: it must be a Hub id such as user/model")
+    return value
 
 
 def prompt_text(prompt: str, *, raw: bool) -> str:

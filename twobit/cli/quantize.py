@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of the full-precision checkpoint")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of the full-precision checkpoint, or a Hub id")],
     out: Annotated[str, typer.Option("-o", "--output", metavar="OUT", help="Folder to make")],
     residual: Annotated[int, typer.Option("--residual", metavar="6|8", help="Residual bits of the linears")] = 6,
     residual_group: Annotated[
@@ -62,6 +63,7 @@ def quantize(
 
     \b
     twobit quantize ./SmolLM2-135M-Instruct -o ./smollm2-2bit
+    twobit quantize HuggingFaceTB/SmolLM2-135M-Instruct -o ./smollm2-2bit
     twobit quantize ./model -o ./out --residual 8 --rule 'down_proj=3+8'
     twobit quantize ./model -o ./out --dry-run
     """
@@ -85,9 +87,9 @@ def quantize(
         restart=restart,
         overwrite=overwrite,
     )
-    folder, target = Path(source).expanduser(), Path(out).expanduser()
     if find_spec("torch") is None:  # a missing extra is told before any work
         raise ModuleNotFoundError("torch", name="torch")
+    folder, target = _source(source, as_json), Path(out).expanduser()
     if dry_run:
         _show_plan(plan(folder, target, settings), as_json)
         return 0
@@ -107,6 +109,19 @@ def quantize(
     else:
         _show_summary(summary)
     return 0
+
+
+def _source(source: str, quiet: bool) -> Path:
+    """The checkpoint's folder; one that is named by a Hub id is downloaded into the Hub's cache first."""
+    path = Path(source).expanduser()
+    found = None if os.path.lexists(path) else options.hub_id(source)
+    if found is None:
+        return path
+    from twobit import hub
+    from twobit.cli.progress import quiet_libraries
+
+    quiet_libraries(quiet)
+    return hub.checkpoint(*found)
 
 
 def _gb(size: float) -> str:

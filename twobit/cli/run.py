@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from twobit.cli import options, output
 from twobit.errors import UsageError
+from twobit.memory import peak_memory
 from twobit.runtime.generate import Result, generate
 from twobit.runtime.tokenizer import Tokenizer
 
@@ -100,7 +100,7 @@ def run(
     if not all(stops):
         raise UsageError("--stop needs a text that is not empty")
 
-    folder = options.model_folder(model, quiet=as_json)
+    folder = options.model_folder(model, quiet=as_json, draft_only=draft_only)
     text = options.prompt_text(prompt, raw=raw)
     messages = [{"role": "user", "content": text}]
     if system is not None:
@@ -109,7 +109,7 @@ def run(
     from twobit.runtime.model import Model
     from twobit.runtime.session import Session, StepOptions
 
-    opened = Model.open(folder)
+    opened = Model.open(folder, draft_only=draft_only)
     tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
     prompt_ids = tokenizer.encode_prompt(text) if raw else tokenizer.chat_ids(messages)
     eos = tokenizer.eos_ids
@@ -134,9 +134,11 @@ def run(
     assert done is not None
 
     if as_json:
-        output.result(_json(done, opened, session, sampling.seed, where, load_s, ids))
+        output.result(_json(done, opened, session, sampling.seed, where, load_s, ids, draft_only))
     else:
         output.end_text(done.text)
+        if draft_only:
+            output.warn("--draft-only is lossy: this is the text of the 2-bit part alone, not the model's")
         if ids:
             output.note("ids: " + " ".join(map(str, done.token_ids)))
         output.note(_summary(done))
@@ -149,12 +151,13 @@ def run(
 
 
 def _json(
-    done: Result, model: Any, session: Any, seed: int, device: str, load_s: float, with_prompt: bool
+    done: Result, model: Any, session: Any, seed: int, device: str, load_s: float, with_prompt: bool, lossy: bool
 ) -> dict[str, Any]:
     known = done.to_json()
     data = {
         **{key: known[key] for key in ("text", "token_ids", "prompt_tokens", "finish_reason")},
         "seed": seed,
+        "lossy": lossy,
         "device": device,
         "kernel": model.level,
         "threads": session.threads,
@@ -185,13 +188,3 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
         f"{done.steps} steps, {done.drafted} tokens drafted, {done.accepted} accepted"
         + (f"; by depth {' '.join(rates)}" if rates else ""),
     ]
-
-
-def peak_memory() -> int:
-    """The most memory that this process has had in RAM, in bytes; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,8 @@ from twobit.format.writer import INDEX_NAME, STAGING_SUFFIX
 
 U8 = NDArray[np.uint8]
 _SHARD = re.compile(r"twobit-(draft|residual)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_SHARED_MARKER = ".huggingface-shared-blobs"
 _DOWNLOAD = "the download is incomplete or damaged: download the model again"
 
 
@@ -95,21 +97,18 @@ def open_model(path: Path, *, check: bool = False, parts: Literal["all", "draft"
     """
     path = Path(path)
     folder = _folder(path)
-    config = parse_json(_read(folder, "config.json"), "config.json")
-    manifest = Manifest.from_config(config)
-    wanted = {
-        name: (tensor, stored)
-        for name, (tensor, stored) in manifest.stored().items()
-        if parts == "all" or stored.part == DRAFT
-    }
-    by_file = _shards(folder, manifest, {name: stored for name, (_, stored) in wanted.items()})
+    config, manifest = read_config(folder)
+    stored = manifest.stored()
     planes: dict[str, U8] = {}
     plain: dict[str, U8] = {}
     files: dict[str, int] = {}
+    by_file = _shards(folder, manifest, parts)
+    if missing := [file for file in by_file if not os.path.lexists(folder / file)]:
+        raise FormatError(f"{folder}: missing {', '.join(missing)}", _DOWNLOAD)
     for file, names in by_file.items():
         real = _inside(folder, file)
         header = read_header(real)
-        _check_header(file, header, manifest, {name: wanted[name][1] for name in names})
+        _check_header(file, header, manifest, {name: stored[name][1] for name in names})
         mapped = map_file(real, header)
         files[file] = header.size
         for name in names:
@@ -123,14 +122,51 @@ def open_model(path: Path, *, check: bool = False, parts: Literal["all", "draft"
     return model
 
 
-def verify_checksums(model: PackedModel) -> None:
-    """FormatError naming the first stored tensor whose bytes are not those that the manifest was made of."""
-    for name, (tensor, stored) in model.manifest.stored().items():
+def read_config(folder: Path) -> tuple[dict[str, Json], Manifest]:
+    """config.json of a model folder, and the manifest in it."""
+    config = parse_json(_read(folder, "config.json"), "config.json")
+    return config, Manifest.from_config(config)
+
+
+def shard_files(folder: Path, parts: Literal["all", "draft"] = "all") -> dict[str, list[str]]:
+    """Shard file -> the stored tensors in it, as config.json and the index say; the shards need not be there."""
+    return _shards(folder, read_config(folder)[1], parts)
+
+
+def check_headers(folder: Path, header_of: Callable[[str], Header]) -> tuple[Manifest, dict[str, int]]:
+    """The manifest and the shards' sizes in bytes of a model whose shards are elsewhere: `folder` holds config.json and
+    the index, `header_of` gives a shard's header. FormatError where they do not belong together."""
+    _, manifest = read_config(folder)
+    stored = manifest.stored()
+    files: dict[str, int] = {}
+    for file, names in _shards(folder, manifest, "all").items():
+        header = header_of(file)
+        _check_header(file, header, manifest, {name: stored[name][1] for name in names})
+        files[file] = header.size
+    return manifest, files
+
+
+def verify_checksums(
+    model: PackedModel, names: Iterable[str] | None = None, advance: Callable[[int], None] = lambda done: None
+) -> None:
+    """FormatError naming the first stored tensor whose bytes are not those that the manifest was made of.
+
+    names: stored tensors to look at, all open ones if not given; `advance` gets the bytes done since its last call.
+    """
+    stored = model.manifest.stored()
+    for name in stored if names is None else names:
         data = model.planes.get(name, model.plain.get(name))
         if data is None:
             continue
-        if hashlib.sha256(data.data).hexdigest() != model.manifest.tensors[tensor].checksums[stored.plane]:
+        tensor, one = stored[name]
+        if hashlib.sha256(data.data).hexdigest() != model.manifest.tensors[tensor].checksums[one.plane]:
             raise FormatError(f"{model.path}: {name} is damaged: its checksum differs from config.json's", _DOWNLOAD)
+        advance(data.nbytes)
+
+
+def model_file(folder: Path, name: str) -> Path:
+    """The real path of a file of the model folder; FormatError where it is absent, or a link that leaves the model."""
+    return _inside(_folder(folder), name)
 
 
 # -- files --------------------------------------------------------------------------------------------------
@@ -152,20 +188,34 @@ def _folder(path: Path) -> Path:
 
 def _inside(folder: Path, name: str) -> Path:
     """The real path of a file of the model. Only plain files, or links as the Hub's cache makes them:
-    snapshots/<revision>/<name> -> blobs/<hash> of the same repository."""
+    snapshots/<revision>/<name> -> blobs/<hash> of the same repository, which may be a link to a blob that the cache's
+    repositories share."""
     file = folder / name
     if not os.path.lexists(file):
         raise FormatError(f"{folder}: {name} is missing", _DOWNLOAD)
     real = Path(os.path.realpath(file))
     if file.is_symlink():
         repo = folder.parent.parent
-        if folder.parent.name != "snapshots" or real.parent != repo / "blobs":
+        if folder.parent.name != "snapshots" or not is_blob(real, repo):
             raise FormatError(f"{folder}: {name} is a link that leaves the model", "copy the file itself")
         if not real.exists():
             raise FormatError(f"{folder}: {name} is a link to a file that is not there", _DOWNLOAD)
     if not stat.S_ISREG(os.stat(real).st_mode):
         raise FormatError(f"{folder}: {name} is not a regular file")
     return real
+
+
+def is_blob(real: Path, repository: Path) -> bool:
+    """Whether `real`, all links resolved, is where a Hub cache keeps the files of `repository`: its own blobs, or those
+    that repositories share (huggingface_hub 2: blobs/<first two digits>/<hash>, in a folder marked as such)."""
+    if real.parent == repository / "blobs":
+        return True
+    shared = repository.parent / "blobs"
+    return (
+        _SHARED_BLOB.fullmatch(real.name) is not None
+        and real.parent == shared / real.name[:2]
+        and (shared / _SHARED_MARKER).is_file()
+    )
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -179,8 +229,8 @@ def _read(folder: Path, name: str) -> bytes:
     return data
 
 
-def _shards(folder: Path, manifest: Manifest, wanted: Mapping[str, Stored]) -> dict[str, list[str]]:
-    """Shard file -> the stored tensors that it must hold, from the index; every file is there."""
+def _shards(folder: Path, manifest: Manifest, which: Literal["all", "draft"]) -> dict[str, list[str]]:
+    """Shard file -> the stored tensors that it must hold, from the index."""
     index = parse_json(_read(folder, INDEX_NAME), INDEX_NAME)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
@@ -208,11 +258,10 @@ def _shards(folder: Path, manifest: Manifest, wanted: Mapping[str, Stored]) -> d
         if numbers[part] != set(range(1, total + 1)) or counts[part] - {total}:
             raise FormatError(f"{INDEX_NAME}: the {part} files are not numbered 1 to {total} of {total}", _DOWNLOAD)
     files: dict[str, list[str]] = {}
-    for name in wanted:
-        files.setdefault(weight_map[name], []).append(name)
-    if missing := [file for file in sorted(files) if not os.path.lexists(folder / file)]:
-        raise FormatError(f"{folder}: missing {', '.join(missing)}", _DOWNLOAD)
-    return files
+    for name, (_, one) in stored.items():
+        if which == "all" or one.part == DRAFT:
+            files.setdefault(weight_map[name], []).append(name)
+    return dict(sorted(files.items()))
 
 
 def _check_header(file: str, header: Header, manifest: Manifest, expected: Mapping[str, Stored]) -> None:

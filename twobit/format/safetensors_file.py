@@ -19,7 +19,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,20 +76,23 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     with _open(path) as (file, size):
-        start = file.read(8)
-        if len(start) < 8:
-            raise FormatError(f"{path}: truncated: {size} bytes are too few for a safetensors file", DOWNLOAD_AGAIN)
-        length = int.from_bytes(start, "little")
-        if length > size - 8 or length > MAX_HEADER:
-            _refuse_other_kinds(path, start)
-            if length > MAX_HEADER:
-                raise FormatError(
-                    f"{path}: header of {length} bytes, more than the {MAX_HEADER} allowed", DOWNLOAD_AGAIN
-                )
-            raise FormatError(
-                f"{path}: truncated: header of {length} bytes, {size - 8} bytes left in the file", DOWNLOAD_AGAIN
-            )
-        text = file.read(length)
+        return header_from(path, file.read, size)
+
+
+def header_from(path: Path, read: Callable[[int], bytes], size: int) -> Header:
+    """The checked header of a file of `size` bytes that `read(n)` gives from its start; `path` names it in errors."""
+    start = read(8)
+    if len(start) < 8:
+        raise FormatError(f"{path}: truncated: {size} bytes are too few for a safetensors file", DOWNLOAD_AGAIN)
+    length = int.from_bytes(start, "little")
+    if length > size - 8 or length > MAX_HEADER:
+        _refuse_other_kinds(path, start)
+        if length > MAX_HEADER:
+            raise FormatError(f"{path}: header of {length} bytes, more than the {MAX_HEADER} allowed", DOWNLOAD_AGAIN)
+        raise FormatError(
+            f"{path}: truncated: header of {length} bytes, {size - 8} bytes left in the file", DOWNLOAD_AGAIN
+        )
+    text = read(length)
     if len(text) != length:
         raise FormatError(f"{path}: truncated while it was read", DOWNLOAD_AGAIN)
     entries = _parse(path, text)

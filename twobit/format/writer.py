@@ -55,10 +55,10 @@ SPILL_NAME = "spill"
 _COPY_BYTES = 8 << 20
 _KEY = re.compile(r"[a-z0-9_-]{1,100}", re.ASCII)
 # What a twobit folder may hold. Another file in a folder means that it is not ours to replace.
-_OUTPUT_NAME = re.compile(
+OUTPUT_NAME = re.compile(
     r"twobit-(draft|residual)-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|config\.json"
     r"|generation_config\.json|tokenizer[\w.-]*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|chat_template\.(jinja|json)|(pre)?processor_config\.json|README\.md|LICENSE[\w.-]*|NOTICE[\w.-]*"
+    r"|merges\.txt|chat_template\.(jinja|json)|(pre)?processor_config\.json|README\.md|(?i:LICEN[SC]E|NOTICE)[\w.-]*"
     r"|USE_POLICY\.md|\.gitattributes",
     re.ASCII,
 )
@@ -160,7 +160,7 @@ def check_replaceable(out: Path) -> None:
     if not ours:
         raise FormatError(f"{out} exists and is not a twobit model: it will not be replaced", hint)
     for entry in sorted(os.scandir(out), key=lambda e: e.name):
-        if not _OUTPUT_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+        if not OUTPUT_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
             raise FormatError(
                 f"{out} also holds {entry.name}, no part of a twobit model: it will not be replaced", hint
             )
@@ -480,7 +480,7 @@ class ModelWriter:
         """
         files = dict(files or {})
         for name in files:
-            if not _OUTPUT_NAME.fullmatch(name) or name in ("config.json", INDEX_NAME) or name.startswith("twobit-"):
+            if not OUTPUT_NAME.fullmatch(name) or name in ("config.json", INDEX_NAME) or name.startswith("twobit-"):
                 raise FormatError(f"{name} cannot be put into a twobit model")
         records = {key: self._need(key) for key in keys}
         entries: dict[str, TensorEntry] = {}

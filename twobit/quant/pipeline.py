@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from twobit import card
 from twobit.architecture import TensorSpec
 from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError
 from twobit.format import layout
 from twobit.format.manifest import TensorEntry, canonical_json
 from twobit.format.writer import SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
+from twobit.memory import peak_memory
+from twobit.progress import Progress
 from twobit.quant import allocate, calibrate, plan
-from twobit.quant.plan import Options, peak_memory
+from twobit.quant.plan import Options
 from twobit.quant.recipe import Bits
 from twobit.quant.states import States, spill_bytes
 
@@ -54,22 +57,6 @@ COPIED = (
     "chat_template.json",
 )
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY.md")
-
-
-class Progress:
-    """What a run tells while it works; this one keeps silent."""
-
-    def stage(self, name: str, total: int) -> None:
-        """A stage of `total` steps begins; the stage before it is over."""
-
-    def advance(self, steps: int) -> None:
-        """Steps of the current stage are done. May come from any thread."""
-
-    def line(self, text: str) -> None:
-        """Something to keep on the screen."""
-
-    def warning(self, text: str) -> None:
-        """Something that the user should look at."""
 
 
 def quantize(
@@ -218,12 +205,16 @@ def _producer() -> str:
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, bytes | Path]:
-    """Tokenizer, chat template, generation settings and licence, as they are."""
+    """Tokenizer, chat template, generation settings and licence, as they are; and what a model card takes from the
+    source's."""
     from twobit.quant.source import plain_file
 
     names = [name for name in os.listdir(checkpoint.folder) if name.upper().startswith(LICENCES)]
     found = {name: plain_file(checkpoint.folder, name) for name in (*COPIED, *sorted(names))}
-    return {name: path for name, path in found.items() if path is not None and path.is_file()}
+    files: dict[str, bytes | Path] = {n: path for n, path in found.items() if path is not None and path.is_file()}
+    if readme := card.of_source(checkpoint.folder):
+        files[card.README] = readme.encode()
+    return files
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import FormatError, RuntimeFailure, UsageError
 from twobit.format.writer import check_output, check_replaceable, required_bytes
+from twobit.memory import address_space
 from twobit.quant import allocate, calibrate
 from twobit.quant.recipe import Recipe
 from twobit.quant.states import spill_bytes
@@ -243,13 +243,6 @@ def available_memory() -> float:
             found.append(float(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")))
         except (OSError, ValueError):
             continue
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
+    if limit := address_space():
         found.append(float(limit))
     return min(found)
-
-
-def peak_memory() -> int:
-    """The most memory that this process has had in RAM, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024

@@ -19,6 +19,7 @@ import numpy as np
 
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import CheckpointError, ConfigError, TwobitError
+from twobit.format.reader import is_blob
 from twobit.format.safetensors_file import Header, TensorInfo, read_header
 
 if TYPE_CHECKING:
@@ -509,7 +510,8 @@ def _plain_path(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{path}: missing", DOWNLOAD_AGAIN) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not target.is_relative_to(_link_root(folder.resolve())):
+    root = _link_root(folder.resolve())
+    if not (target.is_relative_to(root) or is_blob(target, root)):
         raise CheckpointError(
             f"{path}: a link that leaves the checkpoint (points to {_link(path)})",
             "copy the file into the folder if it is meant to be there",

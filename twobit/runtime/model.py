@@ -24,6 +24,7 @@ class Model:
         self.config = packed.config
         self.architecture = Architecture.from_config(packed.config, str(packed.path / "config.json"))
         self.vocab = self.architecture.vocab
+        self.draft_only = not any(name.endswith(".residual_codes") for name in packed.planes)
         self.level = cpu_level()
         self._keep: list[Any] = []
         buffer = ffi.new("char[512]")
@@ -33,8 +34,9 @@ class Model:
         self.c_model = ffi.gc(self.c_model, lib.tb_model_free)
 
     @classmethod
-    def open(cls, path: str | Path) -> Model:
-        return cls(open_model(Path(path)))
+    def open(cls, path: str | Path, *, draft_only: bool = False) -> Model:
+        """draft_only: the 2-bit part alone is read, and all that such a model can compute."""
+        return cls(open_model(Path(path), parts="draft" if draft_only else "all"))
 
     # --- numpy arrays to pointers; everything pointed to is kept alive by self._keep ---
 

@@ -127,7 +127,7 @@ class Session:
         """
         kept = int(lib.tb_session_keep(self._session, ffi.new("int32_t[]", list(ids) or [0]), len(ids)))
         if kept < len(ids):
-            self.eval(ids[kept:], chunk=chunk, logits=False)
+            self.eval(ids[kept:], chunk=chunk, logits=False, draft=self.model.draft_only)
         return len(ids) - kept
 
     def save(self, path: str | Path) -> None:

@@ -1,0 +1,124 @@
+"""`twobit push`: a model goes to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twobit.cli import options, output
+from twobit.errors import UsageError
+
+
+def push(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the twobit model")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the Hub, or a name of your own")],
+    private: Annotated[
+        bool, typer.Option("--private", help="The repository is private afterwards, or nothing is sent")
+    ] = False,
+    revision: Annotated[str | None, typer.Option("--revision", metavar="R", help="Branch to push to [main]")] = None,
+    message: Annotated[str | None, typer.Option("--message", metavar="M", help="Message of the commit")] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", metavar="ID", help="Hub id of the source, for the card")
+    ] = None,
+    evaluation: Annotated[
+        str | None, typer.Option("--eval", metavar="FILE", help="Output of `twobit eval --json`, for the card")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and list what would go; send nothing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no progress")] = False,
+) -> int:
+    """Upload a model to the Hugging Face Hub, with a model card, in one commit.
+
+    Token, permission, card and every checksum are checked before anything is sent. A push that was interrupted goes on
+    where it was; a second identical one has nothing to do. Only files of the model go, listed by --dry-run. A README.md
+    of your own is kept. The token comes from `hf auth login` or HF_TOKEN.
+
+    \b
+    twobit push ./smollm2-2bit user/SmolLM2-135M-Instruct-2bit --base-model HuggingFaceTB/SmolLM2-135M-Instruct
+    twobit push ./model user/model --private
+    twobit push ./model user/model --dry-run
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise UsageError(f"{folder}: no such folder", "give the folder of a twobit model")
+    options.hub_name("REPO", repository)
+    if base_model is not None:
+        options.hub_name("--base-model", base_model)
+    measured = _evaluation(evaluation)
+
+    from twobit import hub
+    from twobit.cli.progress import Bars, quiet_libraries
+
+    bars = Bars(quiet=as_json, unit="B")
+    quiet_libraries(as_json)
+    try:
+        if dry_run:
+            _show_plan(
+                hub.plan(path, repository, base_model=base_model, evaluation=measured, progress=bars), as_json, bars
+            )
+            return 0
+        done = hub.push(
+            path,
+            repository,
+            private=private,
+            revision=revision,
+            message=message,
+            base_model=base_model,
+            evaluation=measured,
+            progress=bars,
+        )
+    except KeyboardInterrupt:
+        bars.close()
+        output.note("stopped: the same command goes on where it was")
+        raise
+    finally:
+        bars.close()
+    if as_json:
+        output.result(
+            {
+                "repository": done.repository,
+                "url": done.url,
+                "private": done.private,
+                "uploaded": list(done.changed),
+                "deleted": list(done.deleted),
+                "bytes": done.bytes,
+                "unchanged": not done.changed and not done.deleted,
+            }
+        )
+        return 0
+    if not done.changed and not done.deleted:
+        output.note("nothing to do: the repository has exactly these files")
+    else:
+        for name in done.changed:
+            output.note(f"uploaded {name}")
+        for name in done.deleted:
+            output.note(f"deleted {name}, of an older build")
+    output.line(done.url)
+    return 0
+
+
+def _evaluation(file: str | None) -> dict[str, Any] | None:
+    if file is None:
+        return None
+    try:
+        data = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        ok = isinstance(data["tokens"], int) and all(
+            isinstance(kl[key], float | int) for kl in data["kl"].values() for key in ("mean", "stderr", "top1")
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        ok = False
+    if not ok:
+        raise UsageError(f"--eval {file}: not the output of `twobit eval --json`")
+    return dict(data)
+
+
+def _show_plan(uploads: list[Any], as_json: bool, bars: Any) -> None:
+    bars.close()
+    total = sum(upload.size for upload in uploads)
+    if as_json:
+        files = {upload.path: upload.size for upload in uploads}
+        output.result({"dry_run": True, "files": files, "bytes": total})
+        return
+    output.table([("file", "bytes"), *((u.path, f"{u.size:,}") for u in uploads), ("total", f"{total:,}")])
