@@ -88,7 +88,7 @@ static int reserve_tokens(tb_session *s, int32_t tokens, char *err, size_t n)
         bytes += act_bytes[kind] = tb_act_bytes(kind, tokens, m->cols_max);
     char *block = tb_alloc(bytes);
     if (!block)
-        return tb_fail(err, n, TB_ENOMEM, "out of memory: a pass of %d tokens needs %zu MB of scratch", (int)tokens, bytes >> 20);
+        return tb_fail(err, n, TB_ENOMEM, "out of memory: a pass of %d tokens needs %zu MB of scratch", (int)tokens, bytes / 1000000);
     tb_free(b->block);
     b->block = block;
     char *cursor = block;
@@ -111,7 +111,7 @@ static int reserve_buffer(float **buffer, size_t *have, size_t want, char *err, 
     *have = 0;
     *buffer = tb_alloc(want * sizeof(float));
     if (!*buffer)
-        return tb_fail(err, n, TB_ENOMEM, "out of memory for %zu MB of scratch", want * sizeof(float) >> 20);
+        return tb_fail(err, n, TB_ENOMEM, "out of memory for %zu MB of scratch", want * sizeof(float) / 1000000);
     *have = want;
     return TB_OK;
 }

@@ -55,7 +55,7 @@ class FakeSession:
         self.length += len(ids)
 
     def sync(self, ids: Sequence[int]) -> int:
-        rest = ids[self.length :]
+        rest, self._start = ids[self.length :], None
         if rest:
             self.eval(rest, logits=False)
         self.length = len(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +84,7 @@ def info(
     for title, values in (("recipe", manifest.recipe), ("calibration", manifest.calibration)):
         if values:
             output.line()
-            output.table([(title, ""), *((output.clean(k), _short(v)) for k, v in values.items())])
+            output.table([(title, ""), *((output.clean(k), _short(v)) for k, v in _flat(values))])
     if check:
         output.note("every checksum is right")
     return 0
@@ -134,7 +135,19 @@ def _bits(entry: TensorEntry) -> str:
     return "int8" if entry.kind == "embedding" else entry.dtype
 
 
+def _flat(values: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Objects inside objects as rows of their own, up to the last level: `errors, linear` is one row."""
+    for key, value in values.items():
+        if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
+            yield from _flat(value, f"{before}{key}, ")
+        else:
+            yield f"{before}{key}", value
+
+
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    text = output.clean(text)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, dict):
+        value = ", ".join(f"{k} {_short(v)}" for k, v in value.items()) or "none"
+    elif isinstance(value, float):
+        value = f"{value:.6g}"
+    text = output.clean(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= 200 else text[:197] + "..."

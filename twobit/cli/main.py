@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 COMMANDS = {
     "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
     "run": "Continue a prompt, or answer it, with lossless drafting",
+    "chat": "Talk with a model in the terminal",
     "info": "Show what a twobit model holds",
     "push": "Upload a model to the Hugging Face Hub",
     "bench": "Measure speeds, and how near the kernels come to the roofline",
     "eval": "Measure a model against the checkpoint it was made from",
+    "completion": "Print a script that completes commands and options",
 }
 
 HELP = """\
@@ -41,6 +43,31 @@ def help_text() -> str:
     """What `twobit --help` shows."""
     width = max(map(len, COMMANDS))
     return HELP.format(commands="\n".join(f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()))
+
+
+# What people type who know other programs, and how it is said here.
+HABITS = {
+    ("-m", "--model", "-hf", "-hfr"): "the model is an argument: twobit {command} MODEL ...",
+    ("-p", "--prompt"): 'the prompt is an argument: twobit run MODEL "prompt"',
+    ("-f", "--file"): "a prompt from a file is read from standard input: twobit run MODEL - <FILE",
+    ("-c", "--ctx-size", "--context"): "the context is --ctx N",
+    ("--temperature",): "the temperature is --temp T",
+    ("--n-predict", "--predict", "--max-tokens", "--max-new-tokens"): "the most new tokens are -n N",
+    ("-ngl", "--n-gpu-layers", "--gpu-layers"): "this version runs on the CPU, there are no layers to place",
+    ("-i", "--interactive", "-cnv", "--conversation"): "a conversation is twobit chat MODEL",
+    ("-sys", "--system-prompt"): "the system message is -s TEXT",
+    ("-md", "--model-draft", "--draft"): "the model drafts for itself: nothing to name; --no-draft goes without",
+}
+
+
+def habit(command: str, args: Sequence[str]) -> str | None:
+    """A hint for a command line that was meant for another program, or lacks its prompt."""
+    for names, hint in HABITS.items():
+        if any(arg.split("=")[0] in names for arg in args):
+            return hint.format(command=command)
+    if command == "run" and len([a for a in args if not a.startswith("-")]) == 1:
+        return 'give a prompt: twobit run MODEL "prompt"; - reads standard input; twobit chat MODEL talks'
+    return None
 
 
 class Interrupted(Exception):
@@ -70,6 +97,26 @@ def app(command: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     made.command(command, help=function.__doc__)(function)
+    return made
+
+
+def click_command(command: str) -> Any:
+    """A command as click has it. Defaults are shown in one style: [value] at the end of an option's help."""
+    import typer
+
+    made: Any = typer.main.get_command(app(command))
+    for parameter in made.params:
+        default, text = parameter.default, getattr(parameter, "help", None)
+        if parameter.param_type_name == "option" and text is not None:
+            parameter.show_default = False
+            if (
+                default is not None
+                and default is not False
+                and default != ""
+                and not callable(default)
+                and not text.endswith("]")
+            ):
+                parameter.help = f"{text} [{default:g}]" if isinstance(default, float) else f"{text} [{default}]"
     return made
 
 
@@ -123,12 +170,12 @@ def _run(command: str, args: list[str]) -> int:
 
     prog = f"twobit {command}"
     try:
-        code = typer.main.get_command(app(command)).main(args, prog_name=prog, standalone_mode=False)
+        code = click_command(command).main(args, prog_name=prog, standalone_mode=False)
     except (typer.Abort, Interrupted):
         raise KeyboardInterrupt from None
     except Exception as error:
         if not hasattr(error, "format_message"):  # only typer's own errors have it
             raise
-        output.error(error.format_message(), f"see `{prog} --help`")
+        output.error(error.format_message().rstrip("."), habit(command, args) or f"see `{prog} --help`")
         return int(getattr(error, "exit_code", 2))
     return code if isinstance(code, int) else 0

@@ -39,6 +39,11 @@ def text(piece: str) -> None:
         raise TwobitError(f"stdout cannot be written: {error.strerror or error}") from error
 
 
+def dim_text(piece: str) -> str:
+    """`piece` of an answer, dimmed where stdout is a terminal with colours."""
+    return f"{_DIM}{piece}{_PLAIN}" if sys.stdout is not None and _colour(sys.stdout) else piece
+
+
 def line(content: str = "") -> None:
     """A line of a result to stdout."""
     text(content + "\n")

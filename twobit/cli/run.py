@@ -182,7 +182,7 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
     rates = [f"{a / d:.0%}" for a, d in zip(done.accepted_by_depth, done.drafted_by_depth, strict=False) if d]
     rates += ["0%"] * (len(done.drafted_by_depth) - len(rates))
     return [
-        f"{device}, kernels {model.level}, {session.threads} threads, peak memory {peak_memory() / 2**20:.0f} MiB",
+        f"{device}, kernels {model.level}, {session.threads} threads, peak memory {peak_memory() / 1e6:.0f} MB",
         f"seconds: load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "
         f"(draft {done.draft_s:.2f}, verify {done.verify_s:.2f}, sample {done.sample_s:.2f})",
         f"{done.steps} steps, {done.drafted} tokens drafted, {done.accepted} accepted"

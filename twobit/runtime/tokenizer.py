@@ -288,6 +288,10 @@ class Tokenizer:
         """A decoder that takes one token at a time."""
         return Utf8Stream(self)
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with special tokens as they are written."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out; equal to what a stream gives in pieces.
 
