@@ -10,7 +10,7 @@ DEMO_PROMPT := "Why is the sky blue?"
 STAMP   := $(VENV)/installed
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
-.PHONY: install demo test test-full test-neon bench-kernels lint format peers bench-llama bench-quality clean
+.PHONY: install demo test test-full test-neon wheel cli-docs bench-kernels lint format peers bench-llama bench-quality clean
 
 install: $(STAMP)
 
@@ -50,6 +50,17 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# One wheel for Python 3.11 and later, proved in a fresh environment with the demo model. `cibuildwheel` makes those of other
+# systems from the same sources (pyproject.toml).
+wheel: demo
+	rm -rf dist
+	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -C build-dir=build/wheel -w dist .
+	$(BIN)/python scripts/check_wheel.py dist/twobit-*.whl $(DEMO)/smollm2-2bit
+
+# docs/cli.md from the help of the commands.
+cli-docs: install
+	$(BIN)/python scripts/cli_docs.py
 
 # The matrix kernels on the demo model's shapes, against bandwidth and multiply peak probed in the same run.
 bench-kernels: demo

@@ -6,12 +6,11 @@
  * Nothing in this file is compiled for a wider instruction set than the baseline. */
 #define _GNU_SOURCE
 #include "kernels.h"
+#include "os.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -135,8 +134,8 @@ const tb_kernels *tb_kernels_at(int i)
 
 const tb_kernels *tb_kernels_get(void)
 {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, choose);
+    static tb_once once = TB_ONCE;
+    tb_run_once(&once, choose);
     return chosen.kernels;
 }
 
@@ -174,7 +173,7 @@ static int cores_in_mask(void)
     int cores = 0;
     if (!mask || sched_getaffinity(0, size, mask)) {
         CPU_FREE(mask);
-        return (int)sysconf(_SC_NPROCESSORS_ONLN);
+        return tb_processors();
     }
     for (int cpu = 0; cpu < MAX_CPUS; cpu++) {
         char path[96], line[256];
@@ -262,9 +261,5 @@ int tb_cpu_threads(void)
     return limit_by_cgroups(cores < 1 ? 1 : cores);
 }
 #else
-int tb_cpu_threads(void)
-{
-    const long n = sysconf(_SC_NPROCESSORS_ONLN);
-    return n < 1 ? 1 : (int)n;
-}
+int tb_cpu_threads(void) { return tb_processors(); }
 #endif

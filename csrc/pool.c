@@ -114,7 +114,7 @@ int tb_pool_threads(const tb_pool *p) { return p->nth; }
 tb_pool *tb_pool_new(int threads, int cores)
 {
     if (threads < 1) return NULL;
-    tb_pool *p = aligned_alloc(64, (sizeof *p + 63) / 64 * 64);
+    tb_pool *p = tb_aligned(sizeof *p);
     if (!p) return NULL;
     p->nth = 1;
     p->crowded = threads > cores;
@@ -149,7 +149,7 @@ no_start:
     tb_mutex_free(&p->lock);
 no_lock:
     free(p->workers);
-    free(p);
+    tb_aligned_free(p);
     return NULL;
 }
 
@@ -165,5 +165,5 @@ void tb_pool_free(tb_pool *p)
         tb_mutex_free(&p->lock);
     }
     free(p->workers);
-    free(p);
+    tb_aligned_free(p);
 }

@@ -2,14 +2,12 @@
  *
  * All of them run on the same threads and are timed the same way, so they may be compared. Who calls repeats, alternates and
  * takes medians; a call also says whether a thread lost its processor meanwhile, which makes its time worthless. */
-#define _GNU_SOURCE
 #include "probe.h"
 #include "engine.h"
 #include "os.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 
 volatile uint64_t tb_probe_sink;
 
@@ -52,22 +50,11 @@ int64_t tb_multiply_generic(int32_t op, int32_t n)
     return (int64_t)N * n;
 }
 
-static void count_switches(tb_probe *p, int ith)
-{
-#ifdef RUSAGE_THREAD
-    struct rusage u;
-    if (!getrusage(RUSAGE_THREAD, &u))
-        p->switches[ith] = u.ru_nivcsw;
-#else
-    (void)p;
-    (void)ith;
-#endif
-}
-
 static void count_part(void *arg, int ith, int nth)
 {
+    tb_probe *p = arg;
     (void)nth;
-    count_switches(arg, ith);
+    p->switches[ith] = tb_switches();
 }
 
 /* Runs a section `repeats` times; seconds. */

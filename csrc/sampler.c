@@ -334,12 +334,13 @@ int tb_sample(const float *logits, int32_t vocab, const int32_t *history, int32_
 {
     int rc = tb_sample_check(sampling, vocab, err, err_n);
     if (rc != TB_OK) return rc;
-    void *memory = aligned_alloc(64, tb_sample_scratch_bytes(vocab));
+    char *memory = malloc(tb_sample_scratch_bytes(vocab) + 63), *aligned = memory;
     if (!memory) {
         snprintf(err, err_n, "out of memory for sampling over %d tokens", (int)vocab);
         return TB_ENOMEM;
     }
-    rc = tb_sample_with(logits, vocab, history, n_history, sampling, position, token, NULL, memory);
+    aligned += -(uintptr_t)memory & 63;
+    rc = tb_sample_with(logits, vocab, history, n_history, sampling, position, token, NULL, aligned);
     free(memory);
     if (rc == TB_ENONFINITE) snprintf(err, err_n, "logits at position %d: NaN, infinite or all masked", (int)position);
     else if (rc == TB_EINVAL) snprintf(err, err_n, "the history holds a token outside the vocabulary of %d", (int)vocab);

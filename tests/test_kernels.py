@@ -25,7 +25,7 @@ from twobit.format import layout
 F32 = np.float32
 GUARD = 16
 DRAFT, VERIFY, RESIDUAL = OPS = 0, 1, 2
-PLAIN = ["bench_kernels.c", "kernels_generic.c", "kernels_neon.c", "cpu.c"]
+PLAIN = ["bench_kernels.c", "kernels_generic.c", "kernels_neon.c", "cpu.c", "os.c"]
 FORMATS = [(b, r, kind.wide) for (b, r), kind in layout.KINDS.items()]
 
 

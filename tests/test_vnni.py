@@ -41,7 +41,7 @@ def check(program: Path, level: str | None) -> subprocess.CompletedProcess[str]:
 
 def test_the_bits_of_generic_with_vnni_emulated(tmp_path: Path) -> None:
     sources = {f"kernels_{level}.c": [*flags, "-DTB_VNNI_EMULATED"] for level, flags in native.X86.items()}
-    sources |= {"kernels_generic.c": [], "cpu.c": []}
+    sources |= {"kernels_generic.c": [], "cpu.c": [], "os.c": []}
     objects = compile_all(tmp_path, sources | {"bench_kernels.c": []})
     native.compile_c("cc", tmp_path / "bench", objects, [])
     done = check(tmp_path / "bench", None)
@@ -52,7 +52,7 @@ def test_the_bits_of_generic_with_vnni_emulated(tmp_path: Path) -> None:
 
 def test_the_levels_compile_and_have_the_bits_of_generic_where_they_run(tmp_path: Path) -> None:
     sources = {f"{part}_{level}.c": flags for part in ("kernels", "probe") for level, flags in FLAGS.items()}
-    plain = {"kernels_generic.c": [], "bench_kernels.c": [], "cpu.c": ["-DTB_HAS_VNNI"]}
+    plain = {"kernels_generic.c": [], "bench_kernels.c": [], "cpu.c": ["-DTB_HAS_VNNI"], "os.c": []}
     objects = compile_all(tmp_path, sources | {f"kernels_{level}.c": native.X86[level] for level in native.X86} | plain)
     objects = [path for path in objects if not path.name.startswith("probe")]
     native.compile_c("cc", tmp_path / "bench", objects, [])

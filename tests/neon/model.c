@@ -1,4 +1,5 @@
 /* A small random model: logits of a prompt and drafted steps as one hash, the same on every level and architecture. */
+#include "os.h"
 #include "tb.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +19,7 @@ static void add(const void *p, size_t n)
 }
 static void *bytes(size_t n, uint32_t low, uint32_t size)
 {
-    uint8_t *p = aligned_alloc(64, (n + 63) / 64 * 64);
+    uint8_t *p = tb_aligned(n);
     for (size_t i = 0; i < n; i++) p[i] = (uint8_t)(low + any(size));
     return p;
 }
@@ -26,7 +27,7 @@ static tb_matrix matrix(int32_t rows, int32_t cols, int32_t b, int32_t r)
 {
     size_t blocks = (size_t)(rows + 15) / 16, units = (size_t)(cols + 15) / 16, quads = (units + 3) / 4;
     tb_matrix w = {.rows = rows, .cols = cols, .draft_bits = b, .residual_bits = r, .residual_group = 16};
-    float *u = aligned_alloc(64, blocks * 64);
+    float *u = tb_aligned(blocks * 64);
     uint8_t *a = bytes(blocks * 16, 1, b == 2 ? 10 : 6);
     for (size_t i = 0; i < blocks * 16; i++) {
         u[i] = (float)(1 + any(100)) * (b == 2 ? 3e-6f : 3e-6f);

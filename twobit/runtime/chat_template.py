@@ -82,13 +82,14 @@ class ChatTemplate:
     """Renders one template. `variables` are what it sees beside the messages (bos_token, eos_token, ...).
 
     The worker process starts on construction, so that its start overlaps with loading the model, and stays for further
-    renderings until `close` or the end of this object.
+    renderings until `close` or the end of this object. Threads may share one.
     """
 
     def __init__(self, text: str, variables: Mapping[str, str] | None = None, *, seconds: float = MAX_SECONDS) -> None:
         self.text = text
         self._variables = dict(variables or {})
         self._seconds = seconds
+        self._lock = threading.Lock()  # one question at a time: answers come in order over one pipe
         self._close: weakref.finalize[..., Any] | None = None
         self._start()
 
@@ -99,7 +100,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "variables": self._variables,
         }
-        reply = self._ask(json.dumps(request).encode() + b"\n")
+        with self._lock:
+            reply = self._ask(json.dumps(request).encode() + b"\n")
         if "text" in reply:
             return str(reply["text"])
         kind, error = reply.get("kind"), str(reply.get("error"))
