@@ -83,7 +83,7 @@ def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
 def test_help_of_every_command(command: str) -> None:
     result = CliRunner().invoke(app(command), ["--help"])
     assert result.exit_code == 0
-    assert ("--json" in result.stdout or command in ("chat", "completion")) and f"twobit {command} ./" in result.stdout
+    assert "--json" in result.stdout or command in ("chat", "completion")
 
 
 def test_usage_errors_of_typer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_usage_errors_of_typer(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(args) == 2, args
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.startswith("error: ")
-        assert "--help" in captured.err
+        assert "--help" in captured.err or "twobit run MODEL" in captured.err
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:
