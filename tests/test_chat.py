@@ -239,7 +239,7 @@ class Terminal:
             os.execv(sys.executable, [sys.executable, str(script), json.dumps(answer), speed, *args])
         self.seen = ""
 
-    def expect(self, text: str, seconds: float = 60) -> str:
+    def expect(self, text: str, seconds: float = 30) -> str:
         """What came until `text` did, terminal codes left out."""
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -274,13 +274,13 @@ class Terminal:
 def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     terminal = Terminal("chat", str(model), home=tmp_path)
     terminal.expect("Ctrl-D leaves")
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.send("hello\r")
     terminal.expect(ANSWER)
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.send("two\x1b\rlines\r")  # Alt-Enter between them
     terminal.expect(ANSWER)
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.send("\x03")  # Ctrl-C at the prompt
     terminal.expect("Ctrl-D leaves")
     terminal.send("/stats\r")
@@ -290,7 +290,7 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
     history = (tmp_path / "chat_history").read_text()
     assert "+hello" in history and "+two\n+lines" in history
     again = Terminal("chat", str(model), home=tmp_path)
-    again.expect("> ")
+    again.expect(">")
     again.send("\x1b[A")  # up
     again.expect("/stats")
     again.send("\x03")
@@ -301,13 +301,13 @@ def test_a_conversation_in_a_terminal(model: Path, tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_the_answer_only(model: Path, tmp_path: Path) -> None:
     terminal = Terminal("chat", str(model), home=tmp_path, speed="slow")
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.send("hello\r")
     terminal.expect("Hel")
     time.sleep(0.3)
     os.kill(terminal.pid, signal.SIGINT)
     terminal.expect("(interrupted)")
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.send("/exit\r")
     assert terminal.wait() == 0
 
@@ -315,10 +315,10 @@ def test_ctrl_c_stops_the_answer_only(model: Path, tmp_path: Path) -> None:
 def test_reasoning_is_dimmed(model: Path, tmp_path: Path) -> None:
     for environment, dimmed in (({}, True), ({"NO_COLOR": "1"}, False)):
         terminal = Terminal("chat", str(model), home=tmp_path, answer="<think>hm</think>yes", **environment)
-        terminal.expect("> ")
+        terminal.expect(">")
         terminal.send("hello\r")
         shown = terminal.expect("yes")
         assert ("\x1b[2m" in shown) == dimmed and "hm" in shown
-        terminal.expect("> ")
+        terminal.expect(">")
         terminal.send("\x04")
         assert terminal.wait() == 0

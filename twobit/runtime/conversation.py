@@ -80,7 +80,7 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON to `path`, and beside it what was evaluated, for `load` to use."""
-        data = json.dumps({"twobit_conversation": 1, "messages": self.messages}, ensure_ascii=False, indent=1)
+        data = json.dumps({"twobit_conversation": 1, "messages": self.messages, "ids": self._ids}, ensure_ascii=False)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_text(data + "\n", encoding="utf-8")
@@ -94,16 +94,18 @@ class Conversation:
 
         Raises UsageError where the file is no saved conversation; nothing has changed then.
         """
-        self.messages, self._ids, self.last = _read(path), [], None
+        (self.messages, ids), self.last = _read(path), None
+        rows = self.session.model.vocab
+        self._ids = ids if all(0 <= i < rows for i in ids) else []
         try:
             self.session.load(path.with_name(path.name + _CACHE))
         except (TwobitError, OSError):  # of another model, or not there: it is evaluated again
             return False
-        self._ids = self.session.tokens
         return True
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> tuple[list[dict[str, str]], list[int]]:
+    """Messages of a saved conversation, and the tokens of its last turn."""
     hint = "/save writes such a file"
     with open(path, "rb") as file:
         data = file.read(_MOST + 1)
@@ -114,7 +116,9 @@ def _read(path: Path) -> list[dict[str, str]]:
     messages = saved.get("messages") if isinstance(saved, dict) and saved.get("twobit_conversation") == 1 else None
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise UsageError(f"{path} is not a saved conversation", hint)
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
+    ids = saved.get("ids") if isinstance(saved, dict) else None
+    known = isinstance(ids, list) and all(type(i) is int for i in ids)
+    return [{"role": m["role"], "content": m["content"]} for m in messages], ids if known and ids else []
 
 
 def _is_message(message: Any) -> bool:
