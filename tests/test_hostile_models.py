@@ -69,7 +69,9 @@ def test_half_a_character_waits_and_comes_out_at_the_end(tmp_path: Path) -> None
     script = Path(fake_runtime.__file__)
     command = [sys.executable, str(script), json.dumps(answer), "slow", "run", str(model), "hi", "--raw"]
     env = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, start_new_session=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - ignored in a shell's background
+    process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=heard, **streams)
     assert process.stdout is not None
     assert os.read(process.stdout.fileno(), 100) == b"a"
     time.sleep(0.3)
