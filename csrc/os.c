@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "os.h"
+#include "tb.h"
 
 _Static_assert(sizeof(tb_mutex) == sizeof(SRWLOCK) && sizeof(tb_cond) == sizeof(CONDITION_VARIABLE) && sizeof(tb_once) == sizeof(INIT_ONCE),
                "os.h declares each of them as one pointer");
@@ -80,6 +81,8 @@ int tb_processors(void)
 
 long tb_switches(void) { return 0; }
 
+int tb_lock_memory(const void *p, size_t bytes) { return VirtualLock((void *)(uintptr_t)p, bytes) ? 0 : -1; }
+
 void *tb_aligned(size_t bytes) { return _aligned_malloc((bytes + 63) / 64 * 64, 64); }
 void tb_aligned_free(void *p) { _aligned_free(p); }
 
@@ -88,10 +91,12 @@ void tb_aligned_free(void *p) { _aligned_free(p); }
 #define _GNU_SOURCE
 #define _DARWIN_C_SOURCE
 #include "os.h"
+#include "tb.h"
 
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
@@ -154,6 +159,8 @@ long tb_switches(void)
 #endif
     return 0;
 }
+
+int tb_lock_memory(const void *p, size_t bytes) { return mlock(p, bytes) ? -1 : 0; }
 
 void *tb_aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 void tb_aligned_free(void *p) { free(p); }

@@ -101,6 +101,7 @@ typedef struct tb_step_result {
 
 const char *tb_cpu_level(void);                 /* kernels in use: "generic", "avx2", ... ; NULL: TB_EUNSUPPORTED, see tb_cpu_error */
 const char *tb_cpu_error(void);
+int tb_lock_memory(const void *p, size_t bytes);  /* keeps it in RAM; 0, or -1 where the system refuses */
 int tb_cpu_threads(void);                       /* usable cores: affinity mask and cgroup quota */
 
 tb_model *tb_model_new(const tb_model_desc *desc, char *err, size_t err_n);

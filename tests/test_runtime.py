@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,3 +157,20 @@ def test_a_model_may_go_before_its_sessions() -> None:
         cycle += [owner.model, owner, cycle]
         del owner, cycle
         assert gc.collect() > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to ask how much is locked")
+def test_weights_can_be_kept_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked() -> int:
+        (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmLck"))
+        return int(line.split()[1]) * 1024
+
+    model = Model.open(packed_model("llama"))
+    before = locked()
+    model.lock()
+    assert locked() - before >= sum(plane.size for plane in model.packed.planes.values())
+    refusing = types.SimpleNamespace(tb_lock_memory=lambda pointer, size: -1)
+    monkeypatch.setattr("twobit.runtime.model.lib", refusing)
+    with pytest.raises(RuntimeFailure, match="RAM") as caught:
+        model.lock()
+    assert "ulimit -l" in str(caught.value.hint)

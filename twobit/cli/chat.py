@@ -61,6 +61,7 @@ def chat(
     threads: Annotated[
         int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
     ] = None,
+    mlock: Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")] = False,
 ) -> int:
     """Talk with a model. What was said before is not evaluated again.
 
@@ -97,6 +98,8 @@ def chat(
     from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder)
+    if mlock:
+        opened.lock()
     tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
     if tokenizer.template is None:
         raise TwobitError("this model has no chat template (a base model?)", "twobit run MODEL --raw continues a text")

@@ -57,6 +57,7 @@ def run(
     threads: Annotated[
         int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
     ] = None,
+    mlock: Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say more about speed on stderr")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids of prompt and answer")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
@@ -110,6 +111,8 @@ def run(
     from twobit.runtime.session import Session, StepOptions
 
     opened = Model.open(folder, draft_only=draft_only)
+    if mlock:
+        opened.lock()
     tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
     prompt_ids = tokenizer.encode_prompt(text) if raw else tokenizer.chat_ids(messages)
     eos = tokenizer.eos_ids

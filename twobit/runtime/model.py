@@ -38,6 +38,15 @@ class Model:
         """draft_only: the 2-bit part alone is read, and all that such a model can compute."""
         return cls(open_model(Path(path), parts="draft" if draft_only else "all"))
 
+    def lock(self) -> None:
+        """Keep the weights in RAM, whatever else wants it. RuntimeFailure where the system's limit is lower."""
+        for plane in self.packed.planes.values():
+            if lib.tb_lock_memory(ffi.from_buffer("uint8_t[]", plane), plane.size):
+                raise RuntimeFailure(
+                    f"{self.packed.path}: the system does not let this process keep its weights in RAM",
+                    "raise the limit (ulimit -l, or memlock in limits.conf), or leave out --mlock",
+                )
+
     # --- numpy arrays to pointers; everything pointed to is kept alive by self._keep ---
 
     def _pointer(self, kind: str, array: np.ndarray) -> Any:
