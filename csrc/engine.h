@@ -7,7 +7,9 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "belief.h"
 #include "kernels.h"
+#include "lookup.h"
 #include "ops.h"
 #include "pool.h"
 #include "tb.h"
@@ -25,6 +27,7 @@ struct tb_model {
     int32_t cols_max;           /* widest input of any matrix */
     int32_t group_max;          /* most query heads that share a kv head */
     int32_t rope_half;          /* sum over ropes of dim / 2 */
+    int32_t head_dim_max;
 };
 
 /* Keys and values of one layer: for each kv head `ring` slots, position p in slot p mod ring. */
@@ -48,18 +51,19 @@ typedef struct tb_scratch {
     size_t bytes;
 } tb_scratch;
 
-enum { TB_BINS = 8, TB_HISTORY_TIMES = TB_MAX_DRAFT + 2 };
+/* Tokens of a pass that form a tree: token t is at position + depth[t], and the one at depth d above it, or t itself, in the slot of
+ * position + path[t][d]. A slot belongs to one token. */
+typedef struct tb_tree {
+    int32_t depth[TB_MAX_DRAFT + 1], path[TB_MAX_DRAFT + 1][TB_MAX_DRAFT + 1];
+} tb_tree;
 
-/* What the draft-length rule has learned; it changes speed only, never text. Costs are in units of one plain step, so that
- * other work on the machine, which slows everything alike, does not tip the balance. */
-typedef struct tb_belief {
-    double plain_s;                         /* seconds of verifying one token, as of late */
-    double draft;                           /* one draft step */
-    double verify[TB_HISTORY_TIMES];        /* verifying M tokens; 0: not seen yet; [1] is 1 */
-    double accept[TB_BINS];                 /* chance that a drafted token of this confidence is accepted */
-    double accept_mean;
-    int64_t steps;
-} tb_belief;
+enum { TB_TAIL = TB_MAX_DRAFT + 1 + 8 };    /* positions that a branch may need beyond the cache's whole blocks */
+
+/* Blocks of 16 rows of the head that the draft computes, in runs [first, end); n_runs 0: all. */
+typedef struct tb_rows {
+    int32_t n_runs, n_active, (*runs)[2];
+    uint8_t *active;            /* [blocks] */
+} tb_rows;
 
 struct tb_session {
     tb_model *m;
@@ -73,10 +77,20 @@ struct tb_session {
     int32_t pure;               /* so many leading positions hold the full model's keys and values */
     tb_belief belief;
     double product_seconds;     /* spent in matrix products so far */
+    tb_lookup lookup;
+    tb_recycled recycled;
+    tb_rows head;
+    float *draft_logits;        /* [TB_LEVEL, vocab]; -inf for rows that the draft does not compute */
+    bool draft_logits_full;     /* they hold more than the rows in `head` */
+    uint16_t *tails;            /* [threads, 2, TB_TAIL, head_dim_max] keys and values of a branch */
+    int32_t *top_ids;           /* [TB_MAX_DRAFT + 1, TB_MAX_LOGPROBS], of the last step */
+    float *top_logprobs;
+    double bytes_read;          /* of weights, since the session began */
     atomic_int abort;
     atomic_int bad;             /* 0, or 1 + code of the first input that was not finite */
 };
 
+enum { TB_LEVEL = 8 };           /* most tokens that the draft takes at once */
 enum { TB_LOGITS_NONE = 0, TB_LOGITS_LAST = 1, TB_LOGITS_ALL = 2 };
 
 void *tb_alloc(size_t bytes);   /* 64-byte aligned, zeroed; NULL when out of memory */
@@ -91,8 +105,10 @@ int tb_session_keep_history(tb_session *s, int32_t at, const int32_t *tokens, in
 /* Positions up to `length` are what op computed: they count from now on. */
 void tb_session_commit(tb_session *s, int32_t op, int32_t length);
 
-/* Evaluates n tokens at positions [position, position + n) with op's weights; reserve() came first. Logits (fp32, [.., vocab])
- * go to s->s.logits, or to `logits` if not NULL. Does not touch s->length. */
-int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, int32_t which, float *logits,
-               char *err, size_t err_n);
+/* Evaluates n tokens at positions [position, position + n), or as `tree` places them, with op's weights; reserve() came first. Logits
+ * (fp32, [.., vocab]) go to s->s.logits, or to `logits` if not NULL. Does not touch s->length. */
+int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, const tb_tree *tree, int32_t which,
+               float *logits, char *err, size_t err_n);
+/* Moves the keys and values in the slots of position + slots[d] to position + d, d < n; slots[d] >= d, ascending. */
+void tb_session_compact(tb_session *s, int32_t position, const int32_t *slots, int32_t n);
 #endif

@@ -15,7 +15,12 @@ typedef struct pass {
     tb_cache *cache;
     int32_t op, n, position, layer;
     const int32_t *tokens;
+    const tb_tree *tree;        /* NULL: token t is at position + t, in the slot of that position */
+    const tb_rows *rows;        /* of the head; NULL: all */
 } pass;
+
+static int32_t depth_of(const pass *p, int32_t t) { return p->tree ? p->tree->depth[t] : t; }
+static int32_t slot_of(const pass *p, int32_t t) { return p->tree ? p->tree->path[t][p->tree->depth[t]] : t; }
 
 /* --- which input was not finite: 1 + layer * 8 + place, layers counted from 0, the head as the last layer --- */
 
@@ -103,7 +108,7 @@ static void embed(pass *p, int32_t t0, int32_t t1)
             const tb_rope *rope = &d->ropes[r];
             int32_t half = rope->dim / 2;
             for (int32_t i = 0; i < half; i++) {
-                float sin, cos, angle = (float)(p->position + t) * rope->inv_freq[i];
+                float sin, cos, angle = (float)(p->position + depth_of(p, t)) * rope->inv_freq[i];
                 tb_sincos((double)angle, &sin, &cos);
                 angles[i] = cos * rope->factor;
                 angles[half + i] = sin * rope->factor;
@@ -160,7 +165,7 @@ static void place_keys(pass *p, int32_t t0, int32_t t1)
             if (half)
                 ops->rope(head, cos, cos + half, 2 * half);
         }
-        int32_t slot = (p->position + t) % p->cache->ring;
+        int32_t slot = (p->position + slot_of(p, t)) % p->cache->ring;
         for (int32_t h = 0; h < l->n_kv_heads; h++) {
             size_t at = (size_t)h * (size_t)p->cache->ring * (size_t)hd;
             float *key = k + (size_t)h * (size_t)hd, *value = v + (size_t)h * (size_t)hd;
@@ -231,6 +236,7 @@ typedef struct products {
     float *y[3];
     int32_t n_w, step, chunks;
     bool gated;     /* w = gate, up: a chunk is rows of both, and their activation */
+    const tb_rows *rows;        /* NULL: all; else the blocks of w[0] to compute, a chunk each */
 } products;
 
 static int32_t chunks_of(const products *g, int32_t i)
@@ -245,11 +251,17 @@ static void product_part(void *arg, int ith, int nth)
     void *scratch = p->s->s.kernel + (size_t)ith * p->s->s.kernel_n;
     (void)nth;
     for (int32_t chunk; (chunk = tb_pool_next(p->s->pool, g->chunks)) >= 0;) {
-        int32_t i = 0;
-        for (int32_t n; chunk >= (n = chunks_of(g, i)); i++)
-            chunk -= n;
-        int32_t blocks = (g->w[i]->rows + 15) / 16, b0 = chunk * g->step;
-        int32_t b1 = b0 + g->step < blocks ? b0 + g->step : blocks;
+        int32_t i = 0, b0, b1;
+        if (g->rows) {
+            b0 = g->rows->runs[chunk][0];
+            b1 = g->rows->runs[chunk][1];
+        } else {
+            for (int32_t n; chunk >= (n = chunks_of(g, i)); i++)
+                chunk -= n;
+            int32_t blocks = (g->w[i]->rows + 15) / 16;
+            b0 = chunk * g->step;
+            b1 = b0 + g->step < blocks ? b0 + g->step : blocks;
+        }
         for (int32_t j = i; j < (g->gated ? 2 : i + 1); j++) {
             tb_act act;
             int32_t kind = tb_act_kind(g->w[j], p->op);
@@ -280,12 +292,45 @@ static void run_products(pass *p, products *g)
     g->chunks = 0;
     for (int32_t i = 0; i < (g->gated ? 1 : g->n_w); i++)
         g->chunks += chunks_of(g, i);
+    if (g->rows)
+        g->chunks = g->rows->n_runs;
     const double start = tb_clock();
     tb_parallel_for(p->s->pool, product_part, g);
     p->s->product_seconds += tb_clock() - start;
 }
 
 /* --- by head and token: attention --- */
+
+/* Puts the ancestors of token t where plain decoding would have them: into blocks that go on where the cache's whole blocks of
+ * committed positions end. */
+static void gather_tail(const pass *p, tb_attention *a, int32_t t, uint16_t *memory)
+{
+    const int32_t *path = p->tree->path[t], depth = p->tree->depth[t], ring = a->ring;
+    size_t hd = (size_t)a->head_dim;
+    uint16_t *keys = memory, *values = memory + TB_TAIL * hd;
+    a->tail = p->position & ~7;
+    size_t slot = (size_t)(a->tail % ring), before = (size_t)(p->position & 7);
+    memcpy(keys, a->keys + slot * hd, 8 * hd * sizeof *keys);
+    memcpy(values, a->values + slot * hd, before * hd * sizeof *values);
+    for (int32_t d = 0; d <= depth; d++) {
+        size_t from = (size_t)((p->position + path[d]) % ring), to = before + (size_t)d;
+        const uint16_t *key = a->keys + (from >> 3) * 8 * hd + (from & 7);
+        uint16_t *into = keys + (to >> 3) * 8 * hd + (to & 7);
+        for (size_t i = 0; i < hd; i++)
+            into[i * 8] = key[i * 8];
+        memcpy(values + to * hd, a->values + from * hd, hd * sizeof *values);
+    }
+    a->tail_keys = keys;
+    a->tail_values = values;
+}
+
+static bool off_the_trunk(const pass *p, int32_t t)
+{
+    for (int32_t d = 1; p->tree && d <= p->tree->depth[t]; d++)
+        if (p->tree->path[t][d] != d)
+            return true;
+    return false;
+}
 
 static void attention_part(void *arg, int ith, int nth)
 {
@@ -298,11 +343,13 @@ static void attention_part(void *arg, int ith, int nth)
     float *scores = p->s->s.scores + (size_t)ith * (size_t)p->m->group_max * ((size_t)p->s->capacity + 24);
     for (int32_t item; (item = tb_pool_next(p->s->pool, items)) >= 0;) {
         int32_t t = item / (l->n_kv_heads * parts), part = item % (l->n_kv_heads * parts), kv = part / parts;
-        int32_t position = p->position + t;
+        int32_t position = p->position + depth_of(p, t);
         size_t at = (size_t)kv * (size_t)p->cache->ring * (size_t)hd;
         tb_attention a = {p->cache->keys + at, p->cache->values + at, hd, p->cache->ring,
                           l->window && position >= l->window ? position - l->window + 1 : 0, position,
-                          l->attention_scale, l->attention_softcap};
+                          l->attention_scale, l->attention_softcap, NULL, NULL, 0};
+        if (off_the_trunk(p, t))
+            gather_tail(p, &a, t, p->s->tails + (size_t)ith * 2 * TB_TAIL * (size_t)p->m->head_dim_max);
         size_t head = (size_t)t * (size_t)l->q.rows + (size_t)part * (size_t)heads * (size_t)hd;
         p->m->ops->attend(&a, p->s->s.q + head, p->s->s.attention + head, heads, scores);
     }
@@ -330,15 +377,47 @@ static void run_head(pass *p, int32_t which, float *logits)
         p->n = 1;
     }
     by_token(p, enter_head);
-    products g = {.w = {&d->head}, .y = {logits}, .n_w = 1};
+    const tb_rows *rows = p->rows;
+    products g = {.w = {&d->head}, .y = {logits}, .n_w = 1, .rows = rows};
     run_products(p, &g);
-    if (d->final_softcap > 0)
-        for (int32_t t = 0; t < p->n; t++)
-            p->m->ops->softcap(logits + (size_t)t * (size_t)d->vocab, d->final_softcap, d->vocab);
+    for (int32_t t = 0; d->final_softcap > 0 && t < p->n; t++) {
+        float *row = logits + (size_t)t * (size_t)d->vocab;
+        for (int32_t i = 0; rows && i < rows->n_runs; i++) {
+            int32_t r0 = rows->runs[i][0] * 16, r1 = rows->runs[i][1] * 16 < d->vocab ? rows->runs[i][1] * 16 : d->vocab;
+            p->m->ops->softcap(row + r0, d->final_softcap, r1 - r0);
+        }
+        if (!rows)
+            p->m->ops->softcap(row, d->final_softcap, d->vocab);
+    }
 }
 
-int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, int32_t which, float *logits,
-               char *err, size_t err_n)
+/* Bytes of weights that op reads of so many row blocks of w. */
+static double bytes_of(const tb_matrix *w, int32_t op, int32_t blocks)
+{
+    double units = (w->cols + 15) / 16, records = (w->cols + 63) / 64 * 4;
+    double row = units * 32 * w->draft_bits + records * 16 + 16 * 6;
+    if (op == TB_VERIFY && w->residual_bits)
+        row += units * 32 * w->residual_bits + records * 8 * 16 / w->residual_group;
+    return row * blocks;
+}
+
+static double bytes_read(const pass *p, int32_t which)
+{
+    double bytes = 0;
+    for (int32_t i = 0; i < p->m->d.n_layers; i++) {
+        const tb_layer *l = &p->m->layers[i];
+        const tb_matrix *w[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
+        for (size_t j = 0; j < sizeof w / sizeof *w; j++)
+            bytes += w[j]->rows ? bytes_of(w[j], p->op, (w[j]->rows + 15) / 16) : 0;
+    }
+    int32_t blocks = (p->m->d.vocab + 15) / 16;
+    for (int32_t i = 0; p->rows && i < p->rows->n_runs; i++)
+        blocks = (i ? blocks : 0) + p->rows->runs[i][1] - p->rows->runs[i][0];
+    return bytes + (which == TB_LOGITS_NONE ? 0 : bytes_of(&p->m->d.head, p->op, blocks));
+}
+
+int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, const tb_tree *tree, int32_t which,
+               float *logits, char *err, size_t err_n)
 {
     const tb_model *m = s->m;
     if (op == TB_VERIFY && !m->d.head.residual_bits)
@@ -346,10 +425,12 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
     for (int32_t t = 0; t < n; t++)
         if (tokens[t] < 0 || tokens[t] >= m->d.vocab)
             return tb_fail(err, err_n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[t], (int)m->d.vocab);
-    pass p = {s, m, NULL, NULL, op, n, position, 0, tokens};
+    pass p = {s, m, NULL, NULL, op, n, position, 0, tokens, tree, logits && logits == s->draft_logits && s->head.n_runs ? &s->head : NULL};
     tb_scratch *b = &s->s;
-    if (position + n > s->high)
-        s->high = position + n;
+    for (int32_t t = 0; t < n; t++)
+        if (position + slot_of(&p, t) >= s->high)
+            s->high = position + slot_of(&p, t) + 1;
+    s->bytes_read += bytes_read(&p, which);
     by_token(&p, embed);
     for (int32_t i = 0; i < m->d.n_layers; i++) {
         if (atomic_load_explicit(&s->abort, memory_order_relaxed))

@@ -125,6 +125,7 @@ tb_model *tb_model_new(const tb_model_desc *d, char *err, size_t n)
         m->q_max = max32(m->q_max, l->q.rows);
         m->kv_max = max32(m->kv_max, l->k.rows);
         m->cols_max = max32(m->cols_max, max32(l->o.cols, l->down.cols));
+        m->head_dim_max = max32(m->head_dim_max, l->head_dim);
         m->group_max = max32(m->group_max, l->n_heads / l->n_kv_heads);
     }
     return m;

@@ -12,6 +12,9 @@ typedef struct tb_attention {
     int32_t head_dim, ring;    /* ring: slots, a multiple of 8; position p lies in slot p mod ring */
     int32_t first, last;       /* visible positions, both included */
     float scale, softcap;
+    /* Positions from `tail` (a multiple of 8) on lie here instead, in the same order; NULL: none. For the branches of a tree. */
+    const uint16_t *tail_keys, *tail_values;
+    int32_t tail;
 } tb_attention;
 
 typedef struct tb_ops {

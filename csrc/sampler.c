@@ -284,6 +284,33 @@ static int32_t filter(scratch *s, const tb_ops *ops, const float *x, int32_t voc
     return n;
 }
 
+/* Bias, penalties and the maxima of blocks; *x: the logits to draw from, *at: the lowest id of the largest. */
+static int prepare(scratch *s, const tb_ops *ops, const float *logits, int32_t vocab, const int32_t *history, int32_t n_history,
+                   const tb_sampling *sampling, const float **x, int32_t *at)
+{
+    *x = logits;
+    int penalties = sampling->repeat_penalty != 1 || sampling->presence_penalty != 0 || sampling->frequency_penalty != 0;
+    int32_t window = !penalties ? 0 : sampling->repeat_last_n < 0 || sampling->repeat_last_n > n_history ? n_history : sampling->repeat_last_n;
+    if (window > 0 || sampling->n_bias > 0) {
+        memcpy(s->logits, logits, (size_t)vocab * sizeof *logits);
+        int rc = adjust(s->logits, s->id, vocab, history + (n_history - window), window, sampling);
+        if (rc != TB_OK) return rc;
+        *x = s->logits;
+    }
+    int32_t blocks = (vocab + BLOCK - 1) / BLOCK, block = 0;
+    if (ops->block_max(s->tops, *x, vocab)) return TB_ENONFINITE;
+    for (int32_t b = 1; b < blocks; b++) block = s->tops[b] > s->tops[block] ? b : block;
+    float top = s->tops[block];
+    if (!(top > -INFINITY)) return TB_ENONFINITE;
+    for (*at = block * BLOCK; (*x)[*at] != top;) ++*at;
+    return TB_OK;
+}
+
+static int unfiltered(const tb_sampling *s, int32_t vocab)
+{
+    return (s->top_k == 0 || s->top_k >= vocab) && s->top_p == 1 && s->min_p == 0;
+}
+
 int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
                    int32_t position, int32_t *token, float *confidence, void *memory)
 {
@@ -291,32 +318,19 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
     if (!ops) return TB_EUNSUPPORTED;
     scratch s;
     layout(&s, vocab, memory);
+    const float *x;
+    int32_t at;
+    int rc = prepare(&s, ops, logits, vocab, history, n_history, sampling, &x, &at);
+    if (rc != TB_OK) return rc;
 
-    const float *x = logits;
-    int penalties = sampling->repeat_penalty != 1 || sampling->presence_penalty != 0 || sampling->frequency_penalty != 0;
-    int32_t window = !penalties ? 0 : sampling->repeat_last_n < 0 || sampling->repeat_last_n > n_history ? n_history : sampling->repeat_last_n;
-    if (window > 0 || sampling->n_bias > 0) {
-        memcpy(s.logits, logits, (size_t)vocab * sizeof *logits);
-        int rc = adjust(s.logits, s.id, vocab, history + (n_history - window), window, sampling);
-        if (rc != TB_OK) return rc;
-        x = s.logits;
-    }
-
-    int32_t blocks = (vocab + BLOCK - 1) / BLOCK, at = 0;
-    if (ops->block_max(s.tops, x, vocab)) return TB_ENONFINITE;
-    for (int32_t b = 1; b < blocks; b++) at = s.tops[b] > s.tops[at] ? b : at;
-    float top = s.tops[at];
-    if (!(top > -INFINITY)) return TB_ENONFINITE;
-    for (at *= BLOCK; x[at] != top;) at++;      /* the lowest id of the largest logit */
-
-    float temperature = sampling->temperature;
+    float top = x[at], temperature = sampling->temperature;
     if (temperature == 0) {
         *token = at;
         if (confidence) *confidence = probability(1.0f, ops->mass(x, vocab, top, 1.0f));
         return TB_OK;
     }
 
-    if ((sampling->top_k == 0 || sampling->top_k >= vocab) && sampling->top_p == 1 && sampling->min_p == 0) {
+    if (unfiltered(sampling, vocab)) {
         *token = draw_from_all(&s, ops, x, vocab, top, temperature, sampling->seed, position);
         if (confidence) *confidence = probability(tb_expf((x[*token] - top) / temperature), ops->mass(x, vocab, top, temperature));
         return TB_OK;
@@ -326,6 +340,77 @@ int tb_sample_with(const float *logits, int32_t vocab, const int32_t *history, i
     int32_t drawn = draw(&s, ops, n, sampling->seed, position);
     *token = s.id[drawn];
     if (confidence) *confidence = probability(s.e[drawn], total(&s, n));
+    return TB_OK;
+}
+
+/* The k largest of x by the maxima of its blocks; returns how many there are. */
+static int32_t largest(const scratch *s, const float *x, int32_t vocab, int32_t k, int32_t *ids)
+{
+    int32_t n = 0;
+    for (int32_t start = 0; start < vocab; start += BLOCK) {
+        if (n == k && !(s->tops[start / BLOCK] > x[ids[k - 1]])) continue;
+        for (int32_t i = start; i < vocab && i < start + BLOCK; i++) {
+            if (!(x[i] > -INFINITY) || (n == k && !(x[i] > x[ids[k - 1]]))) continue;
+            int32_t at = n < k ? n++ : k - 1;
+            for (; at > 0 && x[ids[at - 1]] < x[i]; at--) ids[at] = ids[at - 1];
+            ids[at] = i;
+        }
+    }
+    return n;
+}
+
+int tb_sample_top(const float *logits, int32_t vocab, int32_t k, int32_t *ids, void *memory)
+{
+    const tb_ops *ops = tb_ops_get();
+    if (!ops) return TB_EUNSUPPORTED;
+    scratch s;
+    layout(&s, vocab, memory);
+    if (ops->block_max(s.tops, logits, vocab)) return TB_ENONFINITE;
+    for (int32_t n = largest(&s, logits, vocab, k, ids); n < k; n++) ids[n] = -1;
+    return TB_OK;
+}
+
+double tb_sample_log_sum(const float *logits, int32_t vocab, float top)
+{
+    return (double)top + (double)tb_logf((float)((double)tb_ops_get()->mass(logits, vocab, top, 1.0f) * 0x1p-40));
+}
+
+int tb_sample_ranked(const float *logits, int32_t vocab, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
+                     int32_t position, int32_t k, int32_t *tokens, float *confidence, int32_t *found, void *memory)
+{
+    const tb_ops *ops = tb_ops_get();
+    if (!ops) return TB_EUNSUPPORTED;
+    scratch s;
+    layout(&s, vocab, memory);
+    const float *x;
+    int32_t at;
+    int rc = prepare(&s, ops, logits, vocab, history, n_history, sampling, &x, &at);
+    if (rc != TB_OK) return rc;
+    float top = x[at], temperature = sampling->temperature;
+    if (temperature == 0) {
+        *found = largest(&s, x, vocab, k, tokens);
+        uint64_t sum = ops->mass(x, vocab, top, 1.0f);
+        for (int32_t i = 0; i < *found; i++) confidence[i] = probability(tb_expf(x[tokens[i]] - top), sum);
+        return TB_OK;
+    }
+    /* Two at least, so that the first has something to be compared with. What lies 16 below the top is left out: noise that
+     * lifts it above the others is rarer than a wrong draft. */
+    int32_t n = unfiltered(sampling, vocab) ? collect(&s, x, vocab, top, temperature, -16.0f) : filter(&s, ops, x, vocab, top, sampling);
+    int32_t want = k < 2 ? 2 : k, m = 0;
+    float value[TB_RANKED], sum = 0;
+    int32_t ids[TB_RANKED];
+    for (; m < want && m < n; m++) {
+        int32_t drawn = draw(&s, ops, n, sampling->seed, position);
+        ids[m] = s.id[drawn];
+        value[m] = s.z[drawn] + tb_gumbel(sampling->seed, position, ids[m]);
+        s.z[drawn] = -INFINITY;
+        sum += tb_expf(value[m] - value[0]);
+    }
+    *found = m < k ? m : k;
+    for (int32_t i = 0; i < *found; i++) {
+        tokens[i] = ids[i];
+        confidence[i] = tb_expf(value[i] - value[0]) / sum;
+    }
     return TB_OK;
 }
 

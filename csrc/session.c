@@ -150,12 +150,10 @@ tb_session *tb_session_new(tb_model *m, int32_t max_context, int32_t threads, ch
         s->s.kernel_n = tb_kernel_scratch_bytes(m->cols_max);
         s->s.kernel = tb_alloc(s->s.kernel_n * (size_t)threads);
         s->sampler = tb_alloc(tb_sample_scratch_bytes(m->d.vocab));
-        for (int32_t i = 0; i < TB_BINS; i++)
-            s->belief.accept[i] = (i + 0.5) / TB_BINS;
-        s->belief.accept_mean = 0.6;
-        s->belief.draft = 0.35;
+        s->tails = tb_alloc((size_t)threads * 2 * TB_TAIL * (size_t)m->head_dim_max * sizeof *s->tails);
+        tb_belief_init(&s->belief);
     }
-    if (!s || !s->caches || !s->pool || !s->s.kernel || !s->sampler) {
+    if (!s || !s->caches || !s->pool || !s->s.kernel || !s->sampler || !s->tails) {
         tb_session_free(s);
         tb_fail(err, n, TB_ENOMEM, "out of memory for a session");
         return NULL;
@@ -178,6 +176,14 @@ void tb_session_free(tb_session *s)
     tb_free(s->s.scores);
     tb_free(s->s.kernel);
     tb_free(s->sampler);
+    tb_free(s->tails);
+    tb_free(s->draft_logits);
+    tb_lookup_free(&s->lookup);
+    tb_recycled_free(&s->recycled);
+    free(s->head.active);
+    free(s->head.runs);
+    free(s->top_ids);
+    free(s->top_logprobs);
     free(s->history);
     tb_model_free(s->m);
     free(s);
@@ -192,7 +198,9 @@ double tb_session_product_seconds(const tb_session *s) { return s->product_secon
 
 size_t tb_session_bytes(const tb_session *s)
 {
-    size_t bytes = s->s.bytes + s->s.scores_n * sizeof(float) + s->s.kernel_n * (size_t)s->threads +
+    size_t vocab = (size_t)s->m->d.vocab;
+    size_t bytes = (s->draft_logits ? TB_LEVEL * vocab * sizeof(float) : 0) + tb_lookup_bytes(&s->lookup, s->m->d.vocab) +
+                   tb_recycled_bytes(&s->recycled, s->m->d.vocab) + s->s.bytes + s->s.scores_n * sizeof(float) + s->s.kernel_n * (size_t)s->threads +
                    (size_t)s->s.rows_out * (size_t)s->m->d.vocab * sizeof(float);
     for (int32_t i = 0; i < s->m->d.n_layers; i++) {
         const tb_layer *l = &s->m->layers[i];
@@ -241,7 +249,7 @@ static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
         int32_t which = !logits ? TB_LOGITS_NONE : every ? TB_LOGITS_ALL : last ? TB_LOGITS_LAST : TB_LOGITS_NONE;
         code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
         if (!code)
-            code = tb_forward(s, op, tokens + done, m, s->length, which, every && logits ? logits + (size_t)done * (size_t)s->m->d.vocab : logits, err, err_n);
+            code = tb_forward(s, op, tokens + done, m, s->length, NULL, which, every && logits ? logits + (size_t)done * (size_t)s->m->d.vocab : logits, err, err_n);
         if (code)
             break;
         tb_session_commit(s, op, s->length + m);
@@ -287,6 +295,29 @@ int32_t tb_session_keep(tb_session *s, const int32_t *tokens, int32_t n)
     if (tb_session_rewind(s, common, unused, sizeof unused))
         (void)tb_session_rewind(s, 0, unused, sizeof unused);
     return s->length;
+}
+
+void tb_session_compact(tb_session *s, int32_t position, const int32_t *slots, int32_t n)
+{
+    int32_t d0 = 0;
+    while (d0 < n && slots[d0] == d0)
+        d0++;
+    for (int32_t i = 0; d0 < n && i < s->m->d.n_layers; i++) {
+        const tb_layer *l = &s->m->layers[i];
+        tb_cache *c = &s->caches[i];
+        size_t hd = (size_t)l->head_dim;
+        for (size_t h = 0; h < (size_t)l->n_kv_heads; h++) {
+            uint16_t *keys = c->keys + h * (size_t)c->ring * hd, *values = c->values + h * (size_t)c->ring * hd;
+            for (int32_t d = d0; d < n; d++) {
+                size_t from = (size_t)((position + slots[d]) % c->ring), to = (size_t)((position + d) % c->ring);
+                const uint16_t *key = keys + (from >> 3) * 8 * hd + (from & 7);
+                uint16_t *into = keys + (to >> 3) * 8 * hd + (to & 7);
+                for (size_t e = 0; e < hd; e++)
+                    into[e * 8] = key[e * 8];
+                memcpy(values + to * hd, values + from * hd, hd * sizeof *values);
+            }
+        }
+    }
 }
 
 /* --- state: per layer and kv head the blocks of 8 positions that are still there, keys then values --- */

@@ -1,9 +1,11 @@
-/* speculate.c - one step: the 2-bit weights draft, the full weights verify, the sampler decides.
+/* speculate.c - one step: proposers grow a tree of tokens, the full weights verify it, the sampler decides.
  *
- * A drafted token is accepted exactly when it is the token the sampler draws from the verifier's logits at that position,
- * so a step emits what plain decoding would. How far to draft is a question of time alone: one more token is worth
- * drafting while   P(all drafted so far and it are accepted)  >  rate * (draft step + verify(M + 1) - verify(M)),
- * with every quantity measured as the session runs. */
+ * A proposed token is accepted exactly when it is the token the sampler draws from the verifier's logits at that position,
+ * so a step emits what plain decoding would. What to propose is a question of time alone: a node is worth it while
+ *     P(it and all above it are accepted)  >  rate * (what it costs to draft it and to verify one token more),
+ * with every quantity measured as the session runs (belief.c). The proposers, cheapest first: lookup in the text, the 2-bit
+ * weights, recycled successors. Each adds children to nodes that are there; another one is another propose_ function. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,84 +13,34 @@
 #include "os.h"
 #include "sampler.h"
 
-/* --- what the session believes about its speed --- */
+enum { POOL = 256, SIBLINGS = 4 };
 
-static void learn(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
+#define LEAST 0.02      /* a path less likely than this is never worth a token */
 
-static int32_t bin_of(float confidence)
-{
-    int32_t bin = (int32_t)(confidence * TB_BINS);
-    return bin < 0 ? 0 : bin >= TB_BINS ? TB_BINS - 1 : bin;
-}
+typedef struct node {
+    int32_t token, parent, depth;
+    int32_t kind;                   /* who proposed it first */
+    int32_t bins[TB_KINDS];         /* how confident each proposer was; -1: it did not propose this */
+    int32_t slot;                   /* where the draft has put its keys, -1: nowhere yet */
+    int32_t ahead, first;           /* once drafted: the bin of what was expected, and the draft's first choice */
+    double own, value;              /* chance given its parent; of the whole path */
+    bool ends;
+} node;
 
-/* Cost of verifying M tokens: measured, else between or beyond the nearest measured ones (12 % of a plain step each at first). */
-static double verify_cost(const tb_belief *b, int32_t m)
-{
-    if (m == 1 || b->verify[m] > 0)
-        return m == 1 ? 1 : b->verify[m];
-    int32_t below = m - 1, above = m + 1;
-    while (below > 1 && !(b->verify[below] > 0))
-        below--;
-    while (above < TB_HISTORY_TIMES && !(b->verify[above] > 0))
-        above++;
-    double low = below == 1 ? 1 : b->verify[below];
-    if (above < TB_HISTORY_TIMES)
-        return low + (b->verify[above] - low) * (m - below) / (above - below);
-    return low + 0.12 * (m - below);
-}
-
-/* A step drafted `drafted` tokens in draft_s and verified in verify_s. What both took together, against what was expected,
- * says how fast the machine is at the moment; the rest is how draft and verify compare. A step that took more than twice
- * as long as expected was interrupted and teaches nothing else. */
-static void learn_times(tb_belief *b, int32_t drafted, double draft_s, double verify_s)
-{
-    double expected = verify_cost(b, drafted + 1);
-    if (!(b->plain_s > 0))
-        b->plain_s = verify_s / expected;
-    double now = (draft_s + verify_s) / (expected + drafted * b->draft);
-    if (now > 2 * b->plain_s) {
-        learn(&b->plain_s, now, 0.1);
-        return;
-    }
-    learn(&b->plain_s, now, 0.25);
-    if (drafted) {
-        learn(&b->verify[drafted + 1], verify_s / b->plain_s, 0.1);
-        learn(&b->draft, draft_s / drafted / b->plain_s, 0.1);
-    }
-}
-
-/* Best rate that a fixed draft length promises, in tokens per plain step; plain decoding is length 0. */
-static double best_rate(const tb_belief *b, int32_t most)
-{
-    double best = 0, expected = 1, path = 1;
-    for (int32_t k = 0; k <= most; k++) {
-        if (k) {
-            path *= b->accept_mean;
-            expected += path;
-        }
-        double rate = expected / (k * b->draft + verify_cost(b, k + 1));
-        if (rate > best)
-            best = rate;
-    }
-    return best;
-}
-
-/* Every so often a step is spent on learning what drafting, or not drafting, would give. */
-enum { WARM_STEPS = 3, LOOK_AGAIN = 32 };
-
-static bool worth_drafting(const tb_belief *b, int32_t drafted, int32_t most, double path, double rate)
-{
-    if (drafted >= most)
-        return false;
-    if (b->steps < WARM_STEPS)                      /* plain, 1, 3: enough to know the machine */
-        return drafted < (b->steps == 0 ? 0 : b->steps == 1 ? 1 : 3);
-    if (b->steps % LOOK_AGAIN == LOOK_AGAIN - 1 && drafted < 2)
-        return true;
-    double cost = b->draft + verify_cost(b, drafted + 2) - verify_cost(b, drafted + 1);
-    return path * b->accept_mean > rate * cost;
-}
-
-/* --- the step --- */
+typedef struct plan {
+    tb_session *s;
+    const tb_sampling *sampling;
+    const tb_step_options *o;
+    int32_t n, most;                /* tokens of history; most nodes, and the deepest */
+    int32_t n_nodes, n_slots;
+    node nodes[POOL];               /* [0]: the last token of the history; parents come before children */
+    double rate;
+    tb_pass_time passes[TB_MAX_DRAFT + 1];
+    int32_t n_passes;
+    int32_t chosen[TB_MAX_DRAFT + 1], n_chosen;     /* nodes to verify, the root first, every branch in one piece */
+    tb_tree tree;
+    char err[8];
+} plan;
 
 static bool ends(const tb_step_options *o, int32_t token)
 {
@@ -98,28 +50,481 @@ static bool ends(const tb_step_options *o, int32_t token)
     return false;
 }
 
-/* Drafts up to `most` tokens behind history[n - 1]; returns how many. A draft that fails is only shorter. */
-static int32_t draft(tb_session *s, int32_t n, int32_t most, const tb_sampling *sampling, const tb_step_options *o, float *confidence,
-                     double *seconds, char *err, size_t err_n)
+static bool branches(const plan *p) { return (p->o->use & TB_USE_TREE) && p->o->draft_fixed != 1; }
+
+/* --- the tree --- */
+
+static double limited(double chance) { return chance < 1e-3 ? 1e-3 : chance > 0.999 ? 0.999 : chance; }
+
+/* Adds a child, or strengthens the one that is there; returns its index, -1: no room. */
+static int32_t add_child(plan *p, int32_t parent, int32_t token, int32_t kind, int32_t bin)
 {
-    tb_belief *b = &s->belief;
-    double path = 1, rate = o->draft_fixed ? 0 : best_rate(b, most);
-    int32_t drafted = 0;
-    while (o->draft_fixed ? drafted < most : worth_drafting(b, drafted, most, path, rate)) {
-        double t0 = tb_clock();
-        int32_t token, at = n - 1 + drafted;
-        float *logits = s->s.logits;
-        if (tb_forward(s, TB_DRAFT, s->history + at, 1, at, TB_LOGITS_LAST, NULL, err, err_n) ||
-            tb_sample_with(logits, s->m->d.vocab, s->history, at + 1, sampling, at + 1, &token, &confidence[drafted], s->sampler))
-            break;
-        *seconds += tb_clock() - t0;
-        s->history[n + drafted] = token;
-        path *= b->accept[bin_of(confidence[drafted])];
-        drafted++;
-        if (ends(o, token))
+    double chance = tb_belief_chance(&p->s->belief, kind, bin);
+    const node *above = &p->nodes[parent];
+    if (above->ends || above->depth >= p->most)
+        return -1;
+    for (int32_t i = parent + 1; i < p->n_nodes; i++) {
+        node *c = &p->nodes[i];
+        if (c->parent != parent || c->token != token)
+            continue;
+        if (c->bins[kind] < 0) {
+            c->bins[kind] = bin;
+            c->own = limited(1 - (1 - c->own) * (1 - chance));
+        }
+        return i;
+    }
+    if (p->n_nodes == POOL)
+        return -1;
+    node *c = &p->nodes[p->n_nodes];
+    *c = (node){.token = token, .parent = parent, .depth = above->depth + 1, .kind = kind, .bins = {-1, -1, -1, -1}, .slot = -1, .first = -1,
+                .own = chance, .value = above->value * chance, .ends = ends(p->o, token)};
+    c->bins[kind] = bin;
+    return p->n_nodes++;
+}
+
+static void revalue(plan *p)
+{
+    for (int32_t i = 1; i < p->n_nodes; i++)
+        p->nodes[i].value = p->nodes[p->nodes[i].parent].value * p->nodes[i].own;
+}
+
+/* Takes the likeliest nodes, as many as pay; without a tree, along the likeliest chain. Fills p->chosen, unordered. */
+static void choose(plan *p, double rate, int32_t least)
+{
+    int32_t order[POOL], n = 0;
+    revalue(p);
+    if (branches(p)) {
+        for (int32_t i = 1; i < p->n_nodes; i++) {
+            int32_t at = n++;
+            for (; at > 0 && p->nodes[order[at - 1]].value < p->nodes[i].value; at--)
+                order[at] = order[at - 1];
+            order[at] = i;
+        }
+    } else {
+        for (int32_t at = 0, best; ; at = order[n++] = best) {
+            best = 0;
+            for (int32_t i = at + 1; i < p->n_nodes; i++)
+                if (p->nodes[i].parent == at && (!best || p->nodes[i].own > p->nodes[best].own))
+                    best = i;
+            if (!best)
+                break;
+        }
+    }
+    double sum = 0, best = -rate;
+    p->n_chosen = 1;
+    p->chosen[0] = 0;
+    for (int32_t m = 1; m <= n && m <= p->most; m++) {
+        sum += p->nodes[order[m - 1]].value;
+        double net = sum - rate * tb_belief_verify(&p->s->belief, m + 1);
+        if (net > best || m <= least) {
+            best = net;
+            p->n_chosen = m + 1;
+        }
+    }
+    memcpy(p->chosen + 1, order, (size_t)(p->n_chosen - 1) * sizeof *order);
+}
+
+/* Puts the chosen nodes in the order of a walk that goes down likelier branches first: the best path then lies in the cache as plain
+ * decoding would have it. */
+static void arrange(plan *p)
+{
+    int32_t rest[TB_MAX_DRAFT + 1], stack[TB_MAX_DRAFT + 1], n = p->n_chosen, out = 0, top = 1;
+    memcpy(rest, p->chosen, (size_t)n * sizeof *rest);      /* by falling value */
+    stack[0] = 0;
+    while (top) {
+        int32_t at = stack[--top];
+        p->chosen[out++] = at;
+        for (int32_t i = n - 1; i > 0; i--)
+            if (p->nodes[rest[i]].parent == at)
+                stack[top++] = rest[i];
+    }
+}
+
+/* The tree of a batch of nodes; slot_of[i]: where node i lies. Returns whether it is a chain in the slots of its positions. */
+static bool lay_out(plan *p, const int32_t *batch, int32_t m, const int32_t *slot_of)
+{
+    bool chain = true;
+    for (int32_t t = 0; t < m; t++) {
+        int32_t depth = p->tree.depth[t] = p->nodes[batch[t]].depth;
+        for (int32_t i = batch[t], d = depth; d >= 0; d--, i = p->nodes[i].parent)
+            p->tree.path[t][d] = slot_of[i];
+        chain = chain && depth == t && p->tree.path[t][t] == t;
+    }
+    return chain;
+}
+
+/* --- proposers --- */
+
+static void propose_lookup(plan *p)
+{
+    tb_lookup *l = &p->s->lookup;
+    int32_t bin, start, chain[TB_MAX_DRAFT], at = 0, texts = l->texts;
+    if (!(p->o->use & TB_USE_LOOKUP) || tb_lookup_follow(l, p->s->history, p->n, p->s->m->d.vocab))
+        return;
+    if (l->texts != texts)
+        tb_belief_new_text(&p->s->belief);
+    if ((start = tb_lookup_find(l, &bin)) < 0)
+        return;
+    for (int32_t i = 0; i < p->most; i++, bin = tb_lookup_next_bin(bin)) {
+        /* A match that reaches the end of the text goes on with what it has proposed itself. */
+        chain[i] = start + i < p->n ? l->tokens[start + i] : chain[start + i - p->n];
+        at = add_child(p, at, chain[i], TB_KIND_LOOKUP, bin);
+        if (at < 0 || p->nodes[at].value < LEAST)
             break;
     }
-    return drafted;
+}
+
+/* Successors of whatever nothing better has been proposed for. */
+static void propose_recycled(plan *p)
+{
+    int32_t ids[TB_RECYCLED], bins[TB_RECYCLED];
+    if (!(p->o->use & TB_USE_RECYCLED))
+        return;
+    for (int32_t i = 0; i < p->n_nodes && p->n_nodes + 2 <= POOL; i++) {
+        const node *c = &p->nodes[i];
+        if (c->slot >= 0 || c->ends || c->value < 2 * LEAST)
+            continue;
+        int32_t found = tb_recycled_find(&p->s->recycled, c->token, p->sampling, p->n + c->depth, ids, bins);
+        for (int32_t k = 0; k < found && k < 2; k++)
+            if (p->nodes[i].value * tb_belief_chance(&p->s->belief, TB_KIND_RECYCLED, bins[k]) > LEAST)
+                (void)add_child(p, i, ids[k], TB_KIND_RECYCLED, bins[k]);
+    }
+}
+
+/* What the draft thinks follows node i, from its logits. */
+static bool add_drafted(plan *p, int32_t i, const float *logits)
+{
+    tb_session *s = p->s;
+    int32_t tokens[SIBLINGS], found;
+    float confidence[SIBLINGS];
+    for (int32_t at = i; at; at = p->nodes[at].parent)
+        s->history[p->n + p->nodes[at].depth - 1] = p->nodes[at].token;
+    int32_t end = p->n + p->nodes[i].depth;
+    if (tb_sample_ranked(logits, s->m->d.vocab, s->history, end, p->sampling, end, branches(p) ? SIBLINGS : 1, tokens, confidence,
+                         &found, s->sampler))
+        return false;
+    for (int32_t k = 0; k < found; k++) {
+        bool first = k == 0;
+        int32_t bin = first ? tb_belief_draft_bin(confidence[k]) : tb_belief_sibling_bin(confidence[k]);
+        int32_t kind = first ? TB_KIND_DRAFT : TB_KIND_SIBLING;
+        if (!first && !p->o->draft_fixed && p->nodes[i].value * tb_belief_chance(&s->belief, kind, bin) < LEAST)
+            continue;
+        int32_t child = add_child(p, i, tokens[k], kind, bin);
+        if (!first || child < 0)
+            continue;
+        p->nodes[i].first = child;
+        for (int32_t c = i + 1; c < p->n_nodes; c++)    /* what it contradicts */
+            if (p->nodes[c].parent == i && c != child)
+                p->nodes[c].own = limited(p->nodes[c].own * (1 - p->nodes[child].own));
+    }
+    return true;
+}
+
+/* Runs the draft on nodes whose ancestors are all drafted or in the batch, before them; logits of all, or of the last alone. */
+static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
+{
+    tb_session *s = p->s;
+    int32_t tokens[TB_MAX_DRAFT + 1], slot_of[POOL];
+    double t0 = tb_clock();
+    for (int32_t t = 0; t < m; t++) {
+        p->nodes[batch[t]].slot = p->n_slots++;
+        tokens[t] = p->nodes[batch[t]].token;
+    }
+    for (int32_t i = 0; i < p->n_nodes; i++)
+        slot_of[i] = p->nodes[i].slot;
+    (void)lay_out(p, batch, m, slot_of);
+    if (tb_forward(s, TB_DRAFT, tokens, m, p->n - 1, &p->tree, all ? TB_LOGITS_ALL : TB_LOGITS_LAST, s->draft_logits, p->err, sizeof p->err))
+        return false;
+    for (int32_t t = all ? 0 : m - 1; t < m; t++)
+        if (!add_drafted(p, batch[t], s->draft_logits + (size_t)(all ? t : 0) * (size_t)s->m->d.vocab))
+            return false;
+    p->passes[p->n_passes++] = (tb_pass_time){m, tb_clock() - t0};
+    return true;
+}
+
+/* Which of the draft's expectations applies behind node i. */
+static int32_t ahead_of(const plan *p, int32_t i)
+{
+    const node *c = &p->nodes[i];
+    return i == 0 ? TB_BINS : c->bins[TB_KIND_DRAFT] >= 0 ? c->bins[TB_KIND_DRAFT] : tb_belief_draft_bin((float)c->own);
+}
+
+/* Tokens that drafting behind node i may bring beyond what others have proposed there. */
+static double gain_of(const plan *p, int32_t i)
+{
+    const node *c = &p->nodes[i];
+    double known = 0;
+    for (int32_t k = i + 1; k < p->n_nodes; k++)
+        known += p->nodes[k].parent == i ? p->nodes[k].own : 0;
+    double ahead = p->s->belief.ahead[ahead_of(p, i)].mean;
+    return ahead > known ? c->value * (ahead - known) : 0;
+}
+
+static bool can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
+
+/* A token more in the verification: the average over the next four, as kernels take tokens in tiles. */
+static double next_token_cost(const plan *p)
+{
+    int32_t m = p->n_chosen, far = m + 4 > p->most + 1 ? p->most + 1 : m + 4;
+    double cost = far > m ? (tb_belief_verify(&p->s->belief, far) - tb_belief_verify(&p->s->belief, m)) / (far - m) : 0;
+    return cost > 0.01 ? cost : 0.01;
+}
+
+/* The next batch for the draft, 0: nothing pays. A node whose ancestors are not drafted takes them along. */
+static int32_t next_batch(plan *p, int32_t *batch, bool forced)
+{
+    const tb_belief *b = &p->s->belief;
+    int32_t best = -1, best_new = 0, m = 0;
+    choose(p, p->rate, 0);
+    double token = next_token_cost(p), best_net = forced ? -1e9 : 0;
+    for (int32_t i = 0; i < p->n_nodes; i++) {
+        if (!can_draft(p, i))
+            continue;
+        int32_t fresh = 1;
+        for (int32_t at = i; at && p->nodes[p->nodes[at].parent].slot < 0; at = p->nodes[at].parent)
+            fresh++;
+        if (p->n_slots + fresh > p->most + 1)
+            continue;
+        double net = gain_of(p, i) - p->rate * (tb_belief_draft(b, fresh) + token);
+        if (net > best_net) {
+            best_net = net;
+            best = i;
+            best_new = fresh;
+        }
+    }
+    if (best < 0)
+        return 0;
+    m = best_new;
+    for (int32_t at = best, k = m; k > 0; at = p->nodes[at].parent)
+        batch[--k] = at;
+    for (int32_t i = 0; branches(p) && best_new == 1 && i < p->n_nodes && m < TB_LEVEL && p->n_slots + m < p->most + 1; i++)
+        if (i && i != best && can_draft(p, i) && p->nodes[p->nodes[i].parent].slot >= 0 &&
+            gain_of(p, i) > p->rate * (tb_belief_draft(b, m + 1) - tb_belief_draft(b, m) + token))
+            batch[m++] = i;
+    return m;
+}
+
+/* `forced` passes come whether they pay or not. */
+static void propose_draft(plan *p, int32_t forced)
+{
+    int32_t batch[TB_MAX_DRAFT + 1], m;
+    if (!(p->o->use & TB_USE_DRAFT))
+        return;
+    while (p->n_passes < TB_MAX_DRAFT && (m = next_batch(p, batch, p->n_passes < forced)) > 0) {
+        bool level = m > 1 && p->nodes[batch[1]].parent != batch[0];
+        for (int32_t t = level ? 0 : m - 1; t < m; t++)
+            p->nodes[batch[t]].ahead = ahead_of(p, batch[t]);
+        if (!run_draft(p, batch, m, level))
+            break;
+    }
+}
+
+/* A chain of exactly so many tokens from the 2-bit weights. */
+static void propose_chain(plan *p)
+{
+    for (int32_t at = 0; p->n_slots < p->most && can_draft(p, at); at = p->nodes[at].first) {
+        p->nodes[at].ahead = ahead_of(p, at);
+        if (!run_draft(p, &at, 1, false) || p->nodes[at].first < 0)
+            break;
+    }
+}
+
+/* A tree of exactly so many tokens where there are as many: levels of the likeliest nodes, whatever they cost. */
+static void propose_tree(plan *p)
+{
+    for (bool more = true; more && p->n_slots < p->most && p->n_nodes < 2 * p->most + 1;) {
+        int32_t batch[TB_LEVEL], m = 0;
+        revalue(p);
+        for (; m < TB_LEVEL && p->n_slots + m < p->most; m++) {
+            int32_t best = -1;
+            for (int32_t i = 0; i < p->n_nodes; i++) {
+                bool taken = false;
+                for (int32_t t = 0; t < m; t++)
+                    taken = taken || batch[t] == i;
+                if (!taken && can_draft(p, i) && (i == 0 || p->nodes[p->nodes[i].parent].slot >= 0) && (best < 0 || p->nodes[i].value > p->nodes[best].value))
+                    best = i;
+            }
+            if (best < 0)
+                break;
+            batch[m] = best;
+        }
+        for (int32_t t = 0; t < m; t++)
+            p->nodes[batch[t]].ahead = ahead_of(p, batch[t]);
+        more = m > 0 && run_draft(p, batch, m, true);
+    }
+}
+
+/* Every so often a step is spent on learning what drafting would give. */
+static int32_t forced_drafts(tb_belief *b)
+{
+    if (b->steps < 3)                               /* plain, 1, 3: enough to know the machine */
+        return b->steps == 2 ? 3 : (int32_t)b->steps;
+    if (b->idle < b->patience)
+        return 0;
+    b->patience = b->patience < 256 ? 2 * b->patience : 256;
+    return 2;
+}
+
+static void propose(plan *p)
+{
+    tb_belief *b = &p->s->belief;
+    p->n_chosen = 1;
+    p->chosen[0] = 0;
+    if (p->most < 1 || (!p->o->draft_fixed && b->steps == 0)) {
+        p->most = 0;
+    } else if (p->o->draft_fixed == 1) {
+        propose_chain(p);
+        choose(p, 0, p->most);
+    } else if (p->o->draft_fixed) {
+        propose_lookup(p);
+        if (p->o->use & TB_USE_DRAFT)
+            propose_tree(p);
+        propose_recycled(p);
+        choose(p, 0, p->most);
+    } else {
+        p->rate = tb_belief_rate(b, p->most);
+        int32_t forced = p->o->use & TB_USE_DRAFT ? forced_drafts(b) : 0;
+        propose_lookup(p);
+        propose_draft(p, forced);
+        if (p->n_passes > forced)
+            b->patience = 16;
+        propose_recycled(p);
+        choose(p, p->rate, b->steps < 3 ? forced : 0);
+    }
+    arrange(p);
+}
+
+/* --- the short head --- */
+
+static int32_t short_head(const tb_step_options *o, int32_t vocab)
+{
+    int32_t rows = o->draft_vocab > 0 ? o->draft_vocab : vocab / 4 > 8192 ? vocab / 4 : 8192;
+    return !(o->use & TB_USE_SHORT_HEAD) || rows > vocab / 2 ? 0 : rows;
+}
+
+/* The blocks of the first rows and of every token of the text. Byte-pair vocabularies come in the order of their merges, which is
+ * roughly that of frequency; what a text has used it will use again. */
+static int prepare_head(tb_session *s, const tb_step_options *o, int32_t n)
+{
+    int32_t vocab = s->m->d.vocab, blocks = (vocab + 15) / 16, rows = short_head(o, vocab);
+    size_t logits = TB_LEVEL * (size_t)vocab;
+    tb_rows *h = &s->head;
+    if (!s->draft_logits && !(s->draft_logits = tb_alloc(logits * sizeof *s->draft_logits)))
+        return TB_ENOMEM;
+    if (!rows) {
+        h->n_runs = 0;
+        s->draft_logits_full = true;
+        return TB_OK;
+    }
+    if (!h->active) {
+        h->active = calloc((size_t)blocks, 1);
+        h->runs = malloc((size_t)blocks * sizeof *h->runs);
+        if (!h->active || !h->runs)
+            return TB_ENOMEM;
+        s->draft_logits_full = true;
+    }
+    int32_t before = h->n_active;
+    for (int32_t i = 0; i < (rows + 15) / 16; i++) {
+        h->n_active += !h->active[i];
+        h->active[i] = 1;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        h->n_active += !h->active[s->history[i] / 16];
+        h->active[s->history[i] / 16] = 1;
+    }
+    if (h->n_active != before || !h->n_runs) {
+        h->n_runs = 0;
+        for (int32_t i = 0; i < blocks; i++) {
+            if (!h->active[i])
+                continue;
+            int32_t(*run)[2] = &h->runs[h->n_runs - (h->n_runs > 0)];
+            if (h->n_runs && (*run)[1] == i && i - (*run)[0] < 32)
+                (*run)[1]++;
+            else {
+                h->runs[h->n_runs][0] = i;
+                h->runs[h->n_runs++][1] = i + 1;
+            }
+        }
+    }
+    if (s->draft_logits_full)
+        for (size_t i = 0; i < logits; i++)
+            s->draft_logits[i] = -INFINITY;
+    s->draft_logits_full = false;
+    return TB_OK;
+}
+
+/* --- the step --- */
+
+/* `token` was drawn behind node i: who had expected it, and who something else. */
+static void learn_accepted(plan *p, int32_t i, int32_t token)
+{
+    tb_belief *b = &p->s->belief;
+    for (int32_t c = i + 1; c < p->n_nodes; c++)
+        if (p->nodes[c].parent == i)
+            for (int32_t kind = 0; kind < TB_KINDS; kind++)
+                if (p->nodes[c].bins[kind] >= 0)
+                    tb_belief_learn(b, kind, p->nodes[c].bins[kind], p->nodes[c].token == token);
+    if (p->nodes[i].first >= 0)
+        tb_belief_learn_mean(&b->ahead[p->nodes[i].ahead], p->nodes[p->nodes[i].first].token == token);
+}
+
+static int report_probabilities(tb_session *s, const float *logits, int32_t logprobs, tb_step_result *r)
+{
+    int32_t at = r->n_tokens - 1, vocab = s->m->d.vocab, n = logprobs < 1 ? 1 : logprobs, ids[TB_MAX_LOGPROBS];
+    if (!s->top_ids)
+        s->top_ids = malloc((TB_MAX_DRAFT + 1) * TB_MAX_LOGPROBS * sizeof *s->top_ids);
+    if (!s->top_logprobs)
+        s->top_logprobs = malloc((TB_MAX_DRAFT + 1) * TB_MAX_LOGPROBS * sizeof *s->top_logprobs);
+    if (!s->top_ids || !s->top_logprobs)
+        return TB_ENOMEM;
+    int code = tb_sample_top(logits, vocab, n, ids, s->sampler);
+    if (code)
+        return code;
+    double sum = tb_sample_log_sum(logits, vocab, logits[ids[0]]);
+    r->logprob[at] = (float)((double)logits[r->tokens[at]] - sum);
+    for (int32_t i = 0; i < logprobs; i++) {
+        s->top_ids[at * logprobs + i] = ids[i];
+        s->top_logprobs[at * logprobs + i] = ids[i] < 0 ? -INFINITY : (float)((double)logits[ids[i]] - sum);
+    }
+    r->top_ids = s->top_ids;
+    r->top_logprobs = s->top_logprobs;
+    return TB_OK;
+}
+
+/* Draws along the tree; slots[d]: where the emitted path lies. */
+static int accept(plan *p, tb_step_result *r, int32_t *slots, char *err, size_t err_n)
+{
+    tb_session *s = p->s;
+    const tb_step_options *o = p->o;
+    int32_t vocab = s->m->d.vocab;
+    for (int32_t at = 0, depth = 0; at >= 0; depth++) {
+        int32_t token, i = p->chosen[at], top[TB_RECYCLED];
+        const float *logits = s->s.logits + (size_t)at * (size_t)vocab;
+        slots[depth] = at;
+        int code = tb_sample_with(logits, vocab, s->history, p->n + depth, p->sampling, p->n + depth, &token, NULL, s->sampler);
+        if (code == TB_ENONFINITE)
+            return tb_fail(err, err_n, code, "the logits for position %d are not finite: the model's weights are damaged", (int)(p->n + depth));
+        if (code)
+            return tb_fail(err, err_n, code, "the history holds a token outside the vocabulary of %d", (int)vocab);
+        s->history[p->n + depth] = r->tokens[r->n_tokens++] = token;
+        if (o->logprobs >= 0 && report_probabilities(s, logits, o->logprobs, r))
+            return tb_fail(err, err_n, TB_ENOMEM, "out of memory for log probabilities");
+        if ((o->use & TB_USE_RECYCLED) && o->draft_max > 0 && !o->draft_only && !tb_sample_top(logits, vocab, TB_RECYCLED, top, s->sampler))
+            (void)tb_recycled_keep(&s->recycled, vocab, p->nodes[i].token, top, logits);
+        learn_accepted(p, i, token);
+        at = -1;
+        for (int32_t c = 1; c < p->n_chosen; c++)
+            if (p->nodes[p->chosen[c]].parent == i && p->nodes[p->chosen[c]].token == token)
+                at = c;
+        if (at >= 0) {
+            r->accepted++;
+            r->accepted_by_kind[p->nodes[p->chosen[at]].kind]++;
+        }
+        r->hit_eos = ends(o, token);
+        if (r->hit_eos || r->n_tokens >= o->budget)
+            break;
+    }
+    return TB_OK;
 }
 
 int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_sampling *sampling, const tb_step_options *o,
@@ -128,10 +533,13 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     memset(r, 0, sizeof *r);
     if (n < 1 || s->length != n - 1)
         return tb_fail(err, err_n, TB_EINVAL, "the cache holds %d tokens, a history of %d needs %d", (int)s->length, (int)n, (int)n - 1);
-    if (o->budget < 1 || o->draft_max < 0)
-        return tb_fail(err, err_n, TB_EINVAL, "a step needs a budget of 1 or more tokens");
+    if (o->budget < 1 || o->draft_max < 0 || o->logprobs > TB_MAX_LOGPROBS)
+        return tb_fail(err, err_n, TB_EINVAL, "a step needs a budget of 1 or more tokens, and gives at most %d log probabilities", TB_MAX_LOGPROBS);
     if (n > s->max_context)
         return tb_fail(err, err_n, TB_ECONTEXT, "the context of %d tokens is full", (int)s->max_context);
+    for (int32_t i = 0; i < n; i++)
+        if (history[i] < 0 || history[i] >= s->m->d.vocab)
+            return tb_fail(err, err_n, TB_EINVAL, "the history holds a token outside the vocabulary of %d", (int)s->m->d.vocab);
     int code = tb_sample_check(sampling, s->m->d.vocab, err, err_n);
     if (code)
         return code;
@@ -142,47 +550,73 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         most = o->budget - 1;
     if (most > s->max_context - n)
         most = s->max_context - n;
-    code = tb_session_reserve(s, n + most, most + 1, most + 1, err, err_n);
+    code = tb_session_reserve(s, n + most, most + 1 > TB_LEVEL ? most + 1 : TB_LEVEL, 1, err, err_n);
     if (code)
         return code;
-    if (tb_session_keep_history(s, 0, history, n))
-        return tb_fail(err, err_n, TB_ENOMEM, "out of memory for the history");
+    if (tb_session_keep_history(s, 0, history, n) || (most && prepare_head(s, o, n)))
+        return tb_fail(err, err_n, TB_ENOMEM, "out of memory for drafting");
 
-    float confidence[TB_MAX_DRAFT];
-    int32_t drafted = draft(s, n, most, sampling, o, confidence, &r->draft_s, err, err_n);
+    plan p = {.s = s, .sampling = sampling, .o = o, .n = n, .most = most, .n_nodes = 1};
+    p.nodes[0] = (node){.token = history[n - 1], .parent = -1, .bins = {-1, -1, -1, -1}, .slot = -1, .first = -1, .own = 1, .value = 1};
+    double before = s->bytes_read;
+    propose(&p);
+    for (int32_t i = 0; i < p.n_passes; i++) {
+        r->draft_s += p.passes[i].seconds;
+        r->draft_tokens += p.passes[i].m;
+    }
+    r->draft_passes = p.n_passes;
     if (atomic_load(&s->abort))
         return tb_fail(err, err_n, TB_EABORT, "interrupted");
 
+    int32_t m = p.n_chosen, tokens[TB_MAX_DRAFT + 1], slot_of[POOL], slots[TB_MAX_DRAFT + 1];
+    for (int32_t t = 0; t < m; t++) {
+        const node *c = &p.nodes[p.chosen[t]];
+        tokens[t] = c->token;
+        slot_of[p.chosen[t]] = t;
+        r->depth = c->depth > r->depth ? c->depth : r->depth;
+        if (t)
+            r->drafted_by_kind[c->kind]++;
+    }
+    r->drafted = m - 1;
+    bool chain = lay_out(&p, p.chosen, m, slot_of);
+    code = tb_session_reserve(s, n + most, m, (m + 7) / 8 * 8, err, err_n);
     double t0 = tb_clock();
-    code = tb_forward(s, o->draft_only ? TB_DRAFT : TB_VERIFY, s->history + n - 1, drafted + 1, n - 1, TB_LOGITS_ALL, NULL, err, err_n);
+    if (!code)
+        code = tb_forward(s, o->draft_only ? TB_DRAFT : TB_VERIFY, tokens, m, n - 1, chain ? NULL : &p.tree, TB_LOGITS_ALL, NULL, err, err_n);
     if (code)
         return code;
     r->verify_s = tb_clock() - t0;
-    learn_times(&s->belief, drafted, r->draft_s, r->verify_s);
 
     t0 = tb_clock();
-    r->drafted = drafted;
-    for (int32_t i = 0; i <= drafted; i++) {
-        int32_t token, guess = i < drafted ? s->history[n + i] : -1;
-        const float *logits = s->s.logits + (size_t)i * (size_t)s->m->d.vocab;
-        code = tb_sample_with(logits, s->m->d.vocab, s->history, n + i, sampling, n + i, &token, NULL, s->sampler);
-        if (code == TB_ENONFINITE)
-            return tb_fail(err, err_n, code, "the logits for position %d are not finite: the model's weights are damaged", (int)(n + i));
-        if (code)
-            return tb_fail(err, err_n, code, "the history holds a token outside the vocabulary of %d", (int)s->m->d.vocab);
-        r->tokens[r->n_tokens++] = token;
-        bool accepted = i < drafted && token == guess;
-        if (i < drafted) {
-            learn(&s->belief.accept[bin_of(confidence[i])], accepted ? 1 : 1e-3, 0.05);
-            learn(&s->belief.accept_mean, accepted ? 1 : 1e-3, 0.05);
-        }
-        r->accepted += accepted;
-        r->hit_eos = ends(o, token);
-        if (!accepted || r->hit_eos || r->n_tokens >= o->budget)
-            break;
-    }
+    code = accept(&p, r, slots, err, err_n);
+    if (code)
+        return code;
+    tb_session_compact(s, n - 1, slots, r->n_tokens);
+    if (!o->draft_only)
+        tb_belief_learn_step(&s->belief, p.passes, p.n_passes, m, r->verify_s, r->n_tokens);
     r->sample_s = tb_clock() - t0;
+    r->bytes = s->bytes_read - before;
     tb_session_commit(s, o->draft_only ? TB_DRAFT : TB_VERIFY, n - 1 + r->n_tokens);
-    s->belief.steps++;
     return TB_OK;
+}
+
+void tb_session_belief(const tb_session *s, tb_belief_view *v)
+{
+    const tb_belief *b = &s->belief;
+    memset(v, 0, sizeof *v);
+    v->plain_s = b->plain_s;
+    v->rate = b->tokens / b->cost;
+    for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
+        v->draft[m] = b->draft[m].weight > 0 ? tb_belief_draft(b, m) : 0;
+    for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)
+        v->verify[m] = m == 1 || b->verify[m].weight > 0 ? tb_belief_verify(b, m) : 0;
+    for (int32_t k = 0; k < TB_KINDS; k++)
+        for (int32_t i = 0; i < TB_BINS; i++) {
+            v->accept[k][i] = b->accept[k][i].mean;
+            v->seen[k][i] = b->accept[k][i].weight;
+        }
+    for (int32_t i = v->head_rows = 0; i < s->head.n_runs; i++)
+        v->head_rows += 16 * (s->head.runs[i][1] - s->head.runs[i][0]);
+    if (!s->head.n_runs || v->head_rows > s->m->d.vocab)
+        v->head_rows = s->m->d.vocab;
 }

@@ -80,24 +80,55 @@ typedef struct tb_sampling {
     const float *bias_values;
 } tb_sampling;
 
+/* What may propose tokens and how, for tb_step_options.use; switches only speed. */
+enum {
+    TB_USE_LOOKUP = 1,         /* what followed the longest match of the text's end in prompt and output */
+    TB_USE_DRAFT = 2,          /* the 2-bit weights */
+    TB_USE_RECYCLED = 4,       /* what the full model found likely after the same token before */
+    TB_USE_TREE = 8,           /* several continuations at once */
+    TB_USE_SHORT_HEAD = 16,    /* the draft computes a part of the vocabulary's logits */
+    TB_USE_ALL = 31
+};
+
 typedef struct tb_step_options {
-    int32_t draft_max;         /* most drafted tokens per step; 0: plain decoding */
-    int32_t draft_fixed;       /* 1: always draft_max (as room allows); 0: length by measured cost */
+    int32_t draft_max;         /* most proposed tokens per step; 0: plain decoding */
+    int32_t draft_fixed;       /* 0: as many as measured cost says; 1: a chain of draft_max from the 2-bit weights; 2: a tree of draft_max */
+    int32_t use;               /* TB_USE_ flags */
+    int32_t draft_vocab;       /* rows of the short head, the vocabulary's first; 0: chosen from its size */
     int32_t budget;            /* emit at most this many tokens */
     int32_t draft_only;        /* 1: the 2-bit shard alone decodes (lossy) */
+    int32_t logprobs;          /* log probabilities of so many likeliest tokens, 0 .. TB_MAX_LOGPROBS; -1: none, not even the token's own */
     int32_t n_eos;
     const int32_t *eos;
 } tb_step_options;
 
-enum { TB_MAX_DRAFT = 63 };
+enum { TB_MAX_DRAFT = 63, TB_MAX_LOGPROBS = 20, TB_KINDS = 4, TB_BINS = 16 };
+enum { TB_KIND_LOOKUP = 0, TB_KIND_DRAFT = 1, TB_KIND_SIBLING = 2, TB_KIND_RECYCLED = 3 };   /* sibling: not the draft's first choice */
 
 typedef struct tb_step_result {
     int32_t n_tokens;          /* tokens emitted, 1 or more, in order; an EOS is the last */
     int32_t tokens[64];
-    int32_t drafted, accepted; /* accepted drafted tokens among those emitted */
+    int32_t drafted, accepted; /* proposed tokens that were verified; those of them among the emitted */
+    int32_t depth;             /* the longest path that was proposed */
+    int32_t drafted_by_kind[4], accepted_by_kind[4];
+    int32_t draft_passes, draft_tokens;
     int32_t hit_eos;
     double draft_s, verify_s, sample_s;
+    double bytes;              /* of weights read */
+    /* Natural logarithms of the model's own probabilities: before bias, penalties and temperature. */
+    float logprob[64];
+    const int32_t *top_ids;    /* [n_tokens, logprobs], likeliest first; valid until the next step */
+    const float *top_logprobs;
 } tb_step_result;
+
+/* What a session has come to believe about its speed. Costs are in units of one plain step; 0: not measured yet. */
+typedef struct tb_belief_view {
+    double plain_s;            /* seconds of a plain step */
+    double draft[64], verify[65];              /* [M]: a pass over M tokens */
+    double rate;               /* tokens per plain step, as of late */
+    double accept[4][16], seen[4][16];         /* chance that a proposal is accepted, by kind and confidence; how many were seen */
+    int32_t head_rows;         /* vocabulary rows that the draft computes */
+} tb_belief_view;
 
 const char *tb_cpu_level(void);                 /* kernels in use: "generic", "avx2", ... ; NULL: TB_EUNSUPPORTED, see tb_cpu_error */
 const char *tb_cpu_error(void);
@@ -134,6 +165,7 @@ double tb_session_product_seconds(const tb_session *s);   /* spent in matrix pro
  * the cache holds the n_history - 1 before it. */
 int tb_session_step(tb_session *s, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
                     const tb_step_options *options, tb_step_result *result, char *err, size_t err_n);
+void tb_session_belief(const tb_session *s, tb_belief_view *view);
 void tb_session_abort(tb_session *s, int32_t on);   /* from another thread or a signal handler; polled between layers */
 
 /* The sampler on its own: the token for `position` given fp32 logits [vocab] (not changed). */

@@ -21,6 +21,7 @@ class FakeOptions:
     budget: int = 1 << 30
     draft_only: bool = False
     eos: frozenset[int] = field(default_factory=frozenset)
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,22 @@ class FakeStep:
     draft_s: float = 0.25
     verify_s: float = 0.5
     sample_s: float = 0.125
+    draft_passes: int = 1
+    bytes: float = 1e9
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    @property
+    def depth(self) -> int:
+        return self.drafted
+
+    @property
+    def drafted_by_kind(self) -> list[int]:
+        return [0, self.drafted, 0, 0]
+
+    @property
+    def accepted_by_kind(self) -> list[int]:
+        return [0, self.accepted, 0, 0]
 
 
 class FakeSession:
@@ -49,6 +66,7 @@ class FakeSession:
         self._slow = slow
         self._stop = threading.Event()
         self._start: int | None = None
+        self.belief = None
 
     def eval(self, ids: Sequence[int], *, logits: bool = True, **options: Any) -> None:
         self.evaluated += ids
@@ -76,7 +94,13 @@ class FakeSession:
                 tokens = tokens[: i + 1]
         assert tokens, "the script is over"
         self.length += len(tokens)
-        return FakeStep(tokens, self.block - 1, min(len(tokens), self.block - 1), tokens[-1] in options.eos)
+        top = options.logprobs
+        probabilities = {
+            "logprobs": [] if top is None else [-0.5] * len(tokens),
+            "top_logprobs": [[(t, -0.5)] * top for t in tokens] if top else [],
+        }
+        accepted = min(len(tokens), self.block - 1)
+        return FakeStep(tokens, self.block - 1, accepted, tokens[-1] in options.eos, **probabilities)
 
     def abort(self, on: bool = True) -> None:
         (self._stop.set if on else self._stop.clear)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from packed import packed_model
 
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
-from twobit.runtime.session import Session, StepOptions
+from twobit.runtime.session import Session, StepOptions, StepResult, Use
 
 GREEDY = Sampling()
 SAMPLED = Sampling(
@@ -70,6 +71,86 @@ def test_ids_with_drafting_equal_ids_without(variant: str) -> None:
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_every_draft_length(variant: str, sampling: Sampling) -> None:
     compare(variant, sampling, (-1, *range(1, 9)))
+
+
+def generate(
+    model: Model, sampling: Sampling, options: StepOptions, *, n: int = 160, threads: int = 1, repeat: bool = False
+) -> tuple[list[int], list[float], list[list[tuple[int, float]]], list[StepResult]]:
+    """(prompt and n tokens, their log probabilities, the likeliest tokens with theirs, the steps)."""
+    prompt = np.random.default_rng(3).integers(5, VOCAB, 12).tolist() * (4 if repeat else 1)
+    history, session = list(prompt), Session(model, 512, threads)
+    session.sync(history[:-1])
+    logprobs: list[float] = []
+    tops: list[list[tuple[int, float]]] = []
+    steps = []
+    while len(history) < len(prompt) + n:
+        step = session.step(history, sampling, replace(options, budget=len(prompt) + n - len(history), logprobs=5))
+        assert len(step.tokens) == len(step.logprobs) == len(step.top_logprobs)
+        assert step.accepted <= step.depth <= step.drafted
+        history += step.tokens
+        logprobs += step.logprobs
+        tops += step.top_logprobs
+        steps.append(step)
+    assert session.tokens == history[:-1]
+    return history, logprobs, tops, steps
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_trees_give_the_same_tokens_and_bits(variant: str) -> None:
+    """Log probabilities are compared bit for bit: a branch sees exactly what plain decoding would have shown it."""
+    model = Model.open(packed_model(variant))
+    for sampling in (GREEDY, SAMPLED):
+        ids, logprobs, tops, _ = generate(model, sampling, StepOptions(draft_max=0))
+        branched = 0
+        for draft, threads in ((3, 2), (13, 1), (40, 2)):
+            options = StepOptions(draft_max=draft, draft_tree=True, use=Use.ALL & ~Use.SHORT_HEAD)
+            found = generate(model, sampling, options, threads=threads)
+            assert found[:3] == (ids, logprobs, tops), f"tree of {draft}"
+            branched += sum(step.accepted_by_kind[2] + step.accepted_by_kind[3] for step in found[3])
+        assert branched > 0, "no branch but the first was ever taken: the test would prove little"
+
+
+@pytest.mark.parametrize("use", [*range(8), *range(8, 32, 5), 31])
+def test_no_proposer_changes_the_text(use: int) -> None:
+    model = Model.open(packed_model("mistral"))
+    for sampling in (GREEDY, SAMPLED):
+        plain = generate(model, sampling, StepOptions(draft_max=0), repeat=True)
+        for options in (
+            StepOptions(draft_max=20, use=Use(use), draft_vocab=64),
+            StepOptions(draft_max=20, use=Use(use), draft_vocab=64, draft_tree=True),
+        ):
+            found = generate(model, sampling, options, repeat=True)
+            assert found[:3] == plain[:3]
+            proposed = np.sum([step.drafted_by_kind for step in found[3]], axis=0)
+            assert not proposed[0] or use & Use.LOOKUP
+            assert not proposed[1:3].any() or use & Use.DRAFT
+            assert not proposed[3] or use & Use.RECYCLED
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_short_head_gives_the_same_text(sampling: Sampling) -> None:
+    for variant in ("llama", "gemma2"):
+        model = Model.open(packed_model(variant))
+        plain = generate(model, sampling, StepOptions(draft_max=0))
+        for rows in (16, 100, 165):
+            options = StepOptions(draft_max=6, draft_fixed=True, draft_vocab=rows)
+            found = generate(model, sampling, options)
+            assert found[:3] == plain[:3]
+            assert sum(step.accepted for step in found[3]) > 0
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    model = Model.open(packed_model("qwen2"))
+    sampling = Sampling(temperature=0.7, top_k=5, logit_bias={9: 3.0}, repeat_penalty=1.3, seed=5)
+    ids, logprobs, tops, _ = generate(model, sampling, StepOptions(), n=40)
+    logits = Session(model, 512, 1).eval(ids, every=True)
+    assert logits is not None
+    rows = logits[11:-1].astype(np.float64)
+    exact = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
+    for i, (token, logprob, top) in enumerate(zip(ids[12:], logprobs, tops, strict=True)):
+        assert logprob == pytest.approx(exact[i, token], abs=1e-5)
+        assert [t for t, _ in top] == np.argsort(-exact[i], kind="stable")[:5].tolist()
+        assert [value for _, value in top] == pytest.approx([exact[i, t] for t, _ in top], abs=1e-5)
 
 
 def test_seeds_differ_and_repeat() -> None:

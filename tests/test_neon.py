@@ -21,7 +21,17 @@ DOT = ["-march=armv8.2-a+dotprod"]
 KERNELS = ["kernels_generic.c", "kernels_neon.c", "cpu.c", "os.c"]
 OPS = ["ops.c", "ops_generic.c", "ops_neon.c", "scalar.c", "sampler.c"]
 ROUNDING = ["rounding.c", "rounding_neon.c"]
-ENGINE = ["pool.c", "model.c", "session.c", "forward.c", "speculate.c", "probe.c", "probe_neon.c"]
+ENGINE = [
+    "pool.c",
+    "model.c",
+    "session.c",
+    "forward.c",
+    "speculate.c",
+    "belief.c",
+    "lookup.c",
+    "probe.c",
+    "probe_neon.c",
+]
 RUNTIME = KERNELS + OPS + ENGINE
 X86 = {f"{part}_{level}.c": flags for level, flags in native.X86.items() for part in ("kernels", "probe")}
 X86["ops_avx2.c"] = native.AVX2

@@ -307,7 +307,7 @@ static void attention(const tb_ops *ops, int32_t head_dim, int32_t n, int32_t fi
     uint16_t *keys = some(cache), *values = some(cache);
     float *q = some(row * (size_t)n), *out = some(row * (size_t)n);
     float *scores = some((size_t)(n * (last - first + 17)) * 4);
-    tb_attention a = {keys, values, head_dim, ring, first, last, 0.1f, n & 1 ? 30.0f : 0.0f};
+    tb_attention a = {keys, values, head_dim, ring, first, last, 0.1f, n & 1 ? 30.0f : 0.0f, NULL, NULL, 0};
     ops->store_key(keys, q, head_dim, ring - 1);
     ops->store_value(values, q, head_dim, ring - 1);
     ops->attend(&a, q, out, n, scores);

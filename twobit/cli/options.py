@@ -19,6 +19,7 @@ DEFAULT_CONTEXT = 8192  # positions; the cache grows with use, this only bounds 
 DEFAULT_ROOM = 1024  # tokens of answer that a long prompt leaves room for
 MAX_THREADS = 1024
 MAX_DRAFT = 63
+MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_VALUE = 1e6  # of temperatures, penalties and biases: far beyond use, far from overflow
 

@@ -44,13 +44,17 @@ def run(
     logit_bias: Annotated[
         list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Add X to a token's logit; may repeat")
     ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", metavar="N", help="Log probability of each token, and the N likeliest with theirs"),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same text; another, another")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="S", help="End before this text; may repeat")
     ] = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without drafting: the same text")] = False,
     draft_max: Annotated[
-        int | None, typer.Option("--draft-max", metavar="N", help="Most tokens drafted per step [16]")
+        int | None, typer.Option("--draft-max", metavar="N", help="Most tokens proposed per step [16]")
     ] = None,
     draft_only: Annotated[bool, typer.Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
     device: Annotated[str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
@@ -73,6 +77,8 @@ def run(
     twobit run ./model "Once upon a time" --raw -n 100 --no-draft
     """
     started = time.perf_counter()
+    if logprobs is not None:
+        options.integer("--logprobs", logprobs, 0, options.MAX_LOGPROBS)
     sampling = options.sampling(
         temp=temp,
         top_k=top_k,
@@ -121,7 +127,7 @@ def run(
         options.integer("--logit-bias ID", token, 0, opened.vocab - 1)
     limit = options.context(ctx, opened.architecture.max_context, len(prompt_ids), n)
     session = Session(opened, limit, threads)
-    step = StepOptions(draft_only=draft_only, eos=eos)
+    step = StepOptions(draft_only=draft_only, eos=eos, logprobs=logprobs)
     if no_draft or draft_max is not None:
         step = replace(step, draft_max=0 if no_draft else draft_max or 0)
     load_s = time.perf_counter() - started
@@ -144,6 +150,8 @@ def run(
             output.warn("--draft-only is lossy: this is the text of the 2-bit part alone, not the model's")
         if ids:
             output.note("ids: " + " ".join(map(str, done.token_ids)))
+        for line in _logprobs(done, tokenizer):
+            output.note(line)
         output.note(_summary(done))
         if stats:
             for line in _details(done, opened, session, where, load_s):
@@ -166,6 +174,7 @@ def _json(
         "threads": session.threads,
         "timing": {"load_s": load_s, **known["timing"]},
         "speculation": known["speculation"],
+        **({"logprobs": known["logprobs"]} if "logprobs" in known else {}),
         "peak_ram_bytes": peak_memory(),
     }
     return data | ({"prompt_token_ids": done.prompt_ids} if with_prompt else {})
@@ -181,13 +190,49 @@ def _summary(done: Result) -> str:
     return f"{speed}; {prompt}; {done.finish_reason}"
 
 
+def _logprobs(done: Result, tokenizer: Tokenizer) -> list[str]:
+    """A line per token: its log probability, and after it the likeliest with theirs."""
+    lines = []
+    for i, (token, logprob) in enumerate(zip(done.token_ids, done.logprobs, strict=False)):
+        top = done.top_logprobs[i] if done.top_logprobs else []
+        others = "".join(f"  {tokenizer.decode([t])!r} {value:.3f}" for t, value in top)
+        lines.append(f"{logprob:8.3f} {tokenizer.decode([token])!r}" + (f" |{others}" if others else ""))
+    return lines
+
+
+def _shares(accepted: list[int], drafted: list[int]) -> str:
+    padded = accepted + [0] * (len(drafted) - len(accepted))
+    return " ".join(f"{a / d:.0%}" for a, d in zip(padded, drafted, strict=True) if d)
+
+
 def _details(done: Result, model: Any, session: Any, device: str, load_s: float) -> list[str]:
-    rates = [f"{a / d:.0%}" for a, d in zip(done.accepted_by_depth, done.drafted_by_depth, strict=False) if d]
-    rates += ["0%"] * (len(done.drafted_by_depth) - len(rates))
-    return [
-        f"{device}, kernels {model.level}, {session.threads} threads, peak memory {peak_memory() / 1e6:.0f} MB",
-        f"seconds: load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "
-        f"(draft {done.draft_s:.2f}, verify {done.verify_s:.2f}, sample {done.sample_s:.2f})",
-        f"{done.steps} steps, {done.drafted} tokens drafted, {done.accepted} accepted"
-        + (f"; by depth {' '.join(rates)}" if rates else ""),
+    """The table of --stats."""
+    tokens = max(len(done.token_ids), 1)
+    rows = [
+        ("machine", f"{device}, kernels {model.level}, {session.threads} threads"),
+        ("memory", f"{peak_memory() / 1e6:.0f} MB at most"),
+        (
+            "seconds",
+            f"load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "
+            f"(draft {done.draft_s:.2f}, verify {done.verify_s:.2f}, sample {done.sample_s:.2f})",
+        ),
+        ("steps", f"{done.steps}, {done.tokens_per_step:.2f} tokens each; {done.draft_passes} draft passes"),
+        ("proposed", f"{done.drafted} tokens, {done.accepted} accepted"),
+        ("weights", f"{done.weight_bytes / tokens / 1e6:.1f} MB read per token, {done.read_gb_s:.1f} GB/s"),
     ]
+    rows += [
+        (f"  {kind}", f"{accepted} of {drafted} accepted, {accepted / drafted:.0%}")
+        for kind, (drafted, accepted) in done.by_kind.items()
+        if drafted
+    ]
+    if done.drafted:
+        rows.append(("  by depth", _shares(done.accepted_by_depth, done.drafted_by_depth)))
+    belief = done.belief
+    if belief is not None and belief.plain_s > 0:
+        verify = ", ".join(f"{m}: {belief.verify[m]:.2f}" for m in sorted(belief.verify) if m in (2, 4, 8, 16, 32))
+        rows.append(("believed", f"plain step {belief.plain_s * 1e3:.1f} ms; in plain steps:"))
+        rows.append(("  draft", f"{belief.draft.get(1, 0):.2f} over {belief.head_rows} rows of the vocabulary"))
+        if verify:
+            rows.append(("  verify", f"tokens at once {verify}"))
+        rows.append(("  rate", f"{belief.rate:.2f} tokens per plain step as of late"))
+    return [f"{name:<12}{value}" for name, value in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -20,17 +21,20 @@ from twobit.errors import UsageError
 
 if TYPE_CHECKING:
     from twobit.runtime.sampling import Sampling
-    from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.session import Belief, Session, StepOptions, StepResult
     from twobit.runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
+KINDS = ("lookup", "draft", "sibling", "recycled")
+"""Kinds of proposals, in the order of the C runtime: the text itself, the 2-bit model's first choice, its others, what
+the full model found likely after the same token before."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """What one token brought: `text` that is now certain, often empty while characters or stop strings are open.
 
-    token None: text held back until the end. from_draft: the 2-bit model drafted it and the verifier agreed.
+    token None: text held back until the end. from_draft: it was proposed, and the full model agreed.
     """
 
     text: str
@@ -45,7 +49,9 @@ class Result:
     text: all pieces joined; an end token and a stop string are not part of it. token_ids: every token emitted, the end
     token and those that spell the stop string included. finish_reason: "eos", "stop", "length" (token budget or context
     used up) or "interrupted". Times in seconds; `prefill_tokens` were evaluated before the first step. accepted counts
-    the drafted tokens among token_ids; by depth: how many steps drafted / accepted a first, second, ... token.
+    the drafted tokens among token_ids; by depth: how many steps drafted / accepted a first, second, ... token; by kind
+    of proposal: drafted and accepted tokens. weight_bytes: read while decoding. logprobs: per token of token_ids its
+    log probability under the model alone, and top_logprobs the likeliest tokens with theirs; empty unless asked for.
     """
 
     text: str
@@ -63,6 +69,12 @@ class Result:
     accepted: int
     drafted_by_depth: list[int]
     accepted_by_depth: list[int]
+    by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
+    draft_passes: int = 0
+    weight_bytes: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    belief: Belief | None = None
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -78,6 +90,45 @@ class Result:
     def tokens_per_step(self) -> float:
         """Tokens emitted per step: 1 without drafting."""
         return len(self.token_ids) / self.steps if self.steps else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of weights read per emitted token."""
+        return self.weight_bytes / len(self.token_ids) if self.token_ids else 0.0
+
+    @property
+    def read_gb_s(self) -> float:
+        """Gigabytes of weights read per second of drafting and verifying."""
+        seconds = self.draft_s + self.verify_s
+        return self.weight_bytes / seconds * 1e-9 if seconds > 0 else 0.0
+
+    def _logprobs_json(self) -> dict[str, Any]:
+        if not self.logprobs:
+            return {}
+        tops = self.top_logprobs or [[] for _ in self.logprobs]
+        return {
+            "logprobs": [
+                {
+                    "token_id": token,
+                    "logprob": logprob,
+                    "top": [{"token_id": other, "logprob": value} for other, value in top],
+                }
+                for token, logprob, top in zip(self.token_ids, self.logprobs, tops, strict=True)
+            ]
+        }
+
+    def _belief_json(self) -> dict[str, Any]:
+        if self.belief is None:
+            return {}
+        return {
+            "belief": {
+                "plain_s": self.belief.plain_s,
+                "rate": self.belief.rate,
+                "draft": self.belief.draft,
+                "verify": self.belief.verify,
+                "draft_head_rows": self.belief.head_rows,
+            }
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The share of `twobit run --json` that generation knows."""
@@ -102,7 +153,13 @@ class Result:
                 "tokens_per_step": self.tokens_per_step,
                 "accepted_by_depth": self.accepted_by_depth,
                 "drafted_by_depth": self.drafted_by_depth,
+                "by_kind": {kind: {"drafted": d, "accepted": a} for kind, (d, a) in self.by_kind.items()},
+                "draft_passes": self.draft_passes,
+                "bytes_per_token": self.bytes_per_token,
+                "read_gb_s": self.read_gb_s,
+                **self._belief_json(),
             },
+            **self._logprobs_json(),
         }
 
 
@@ -159,10 +216,30 @@ class _Counts:
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
 
-    def drafts(self, drafted: int, accepted: int) -> None:
-        self.drafted += drafted
+    draft_passes: int = 0
+    weight_bytes: float = 0.0
+    by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def add(self, step: StepResult, used: int) -> None:
+        """A step of which `used` tokens count."""
+        accepted = min(used, step.accepted)
+        self.steps += 1
+        self.draft_s += step.draft_s
+        self.verify_s += step.verify_s
+        self.sample_s += step.sample_s
+        self.drafted += step.drafted
         self.accepted += accepted
-        for counts, n in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, accepted)):
+        self.draft_passes += step.draft_passes
+        self.weight_bytes += step.bytes
+        self.logprobs += step.logprobs[:used]
+        self.top_logprobs += step.top_logprobs[:used]
+        for kind, drafted, good in zip(KINDS, step.drafted_by_kind, step.accepted_by_kind, strict=True):
+            before = self.by_kind.get(kind, (0, 0))
+            if drafted or kind in self.by_kind:
+                self.by_kind[kind] = (before[0] + drafted, before[1] + good)
+        for counts, n in ((self.drafted_by_depth, step.depth), (self.accepted_by_depth, accepted)):
             counts.extend([0] * (n - len(counts)))
             for depth in range(n):
                 counts[depth] += 1
@@ -186,7 +263,7 @@ def generate(
     Raises UsageError where `ids` is empty or does not fit the context, TokenizerError where the model has no row for
     one, RuntimeFailure where the runtime stops.
     """
-    history = list(ids)
+    history = array("i", ids)
     prompt, context = len(history), session.max_context
     if not history:
         raise UsageError(
@@ -197,7 +274,7 @@ def generate(
             f"the prompt has {prompt} tokens, but the context holds {context}",
             "shorten the prompt, or raise --ctx where the model allows it",
         )
-    tokenizer.check_ids(history)
+    tokenizer.check_ids(ids)
     room = context - prompt
     left = room if max_tokens is None else min(max_tokens, room)
 
@@ -215,10 +292,6 @@ def generate(
                 start = time.perf_counter()
                 step = interrupts.call(partial(session.step, history, sampling, replace(options, budget=left)))
                 counts.decode_s += time.perf_counter() - start
-                counts.steps += 1
-                counts.draft_s += step.draft_s
-                counts.verify_s += step.verify_s
-                counts.sample_s += step.sample_s
                 used = 0
                 for token in step.tokens:
                     drafted = used < step.accepted
@@ -237,7 +310,7 @@ def generate(
                     yield Piece(text, token, drafted)
                     if reason is not None:
                         break
-                counts.drafts(step.drafted, min(used, step.accepted))
+                counts.add(step, used)
         except KeyboardInterrupt:
             reason = "interrupted"
     rest = stops.push(stream.flush())
@@ -249,8 +322,8 @@ def generate(
         yield Piece(rest, None, False)
     yield Result(
         text="".join(texts),
-        token_ids=history[prompt:],
-        prompt_ids=history[:prompt],
+        token_ids=history[prompt:].tolist(),
+        prompt_ids=history[:prompt].tolist(),
         finish_reason=reason or "length",
         prefill_tokens=prefilled,
         prefill_s=prefill_s,
@@ -263,6 +336,12 @@ def generate(
         accepted=counts.accepted,
         drafted_by_depth=counts.drafted_by_depth,
         accepted_by_depth=counts.accepted_by_depth,
+        by_kind=counts.by_kind,
+        draft_passes=counts.draft_passes,
+        weight_bytes=counts.weight_bytes,
+        logprobs=counts.logprobs,
+        top_logprobs=counts.top_logprobs,
+        belief=session.belief,
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntFlag
 from pathlib import Path
 
 import numpy as np
 
 from twobit.errors import RuntimeFailure, UsageError
 from twobit.runtime import session_file
+from twobit.runtime.generate import KINDS
 from twobit.runtime.lib import call, default_threads, ffi, lib
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
@@ -18,21 +21,44 @@ MAX_THREADS = 1024
 MAX_DRAFT = int(lib.TB_MAX_DRAFT)
 
 
+class Use(IntFlag):
+    """What may propose tokens, and how. It decides about speed only."""
+
+    LOOKUP = int(lib.TB_USE_LOOKUP)  # what followed the longest match of the text's end in prompt and output
+    DRAFT = int(lib.TB_USE_DRAFT)  # the 2-bit weights
+    RECYCLED = int(lib.TB_USE_RECYCLED)  # what the full model found likely after the same token before
+    TREE = int(lib.TB_USE_TREE)  # several continuations at once
+    SHORT_HEAD = int(lib.TB_USE_SHORT_HEAD)  # the draft computes the logits of a part of the vocabulary
+    ALL = int(lib.TB_USE_ALL)
+
+
 @dataclass(frozen=True)
 class StepOptions:
-    """draft_max: most drafted tokens per step, 0 is plain decoding; draft_fixed: always draft that many instead of
-    as many as pay; budget: emit at most this many; draft_only: the 2-bit part alone decodes (lossy)."""
+    """draft_max: most proposed tokens per step, 0 is plain decoding; draft_fixed: a chain of always that many from the
+    2-bit weights instead of as many as pay; draft_tree: the same as a tree of all proposers in `use`; draft_vocab: rows
+    of the draft's short head, 0 is chosen from the vocabulary; budget: emit at most this many tokens; draft_only: the
+    2-bit part alone decodes (lossy); logprobs: None, or how many likeliest tokens to report beside the emitted one."""
 
     draft_max: int = 16
     draft_fixed: bool = False
     budget: int = 1 << 30
     draft_only: bool = False
     eos: frozenset[int] = field(default_factory=frozenset)
+    draft_tree: bool = False
+    use: Use = Use.ALL
+    draft_vocab: int = 0
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tokens emitted in order (1 or more), how many were drafted and accepted, and where the time went."""
+    """Tokens emitted in order (1 or more), what was proposed for them, and where the time went.
+
+    drafted: tokens proposed and verified; accepted: those of them emitted; depth: the longest path proposed. By kind of
+    proposal, as in KINDS. draft_passes over draft_tokens tokens. bytes: of weights read. logprobs: per emitted token
+    its natural log probability under the model alone, before bias, penalties and temperature; top_logprobs: the
+    likeliest tokens with theirs; both empty unless asked for.
+    """
 
     tokens: list[int]
     drafted: int
@@ -41,6 +67,27 @@ class StepResult:
     draft_s: float
     verify_s: float
     sample_s: float
+    depth: int
+    drafted_by_kind: list[int]
+    accepted_by_kind: list[int]
+    draft_passes: int
+    draft_tokens: int
+    bytes: float
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What a session has measured. Costs in plain steps, by number of tokens in a pass: those measured. rate: tokens
+    per plain step as of late. accept: per kind of proposal and bin of confidence, (chance, how often seen)."""
+
+    plain_s: float
+    rate: float
+    draft: dict[int, float]
+    verify: dict[int, float]
+    accept: dict[str, list[tuple[float, float]]]
+    head_rows: int
 
 
 class Session:
@@ -94,25 +141,55 @@ class Session:
             "tb_step_options *",
             {
                 "draft_max": min(options.draft_max, MAX_DRAFT),
-                "draft_fixed": options.draft_fixed,
+                "draft_fixed": 2 if options.draft_tree else int(options.draft_fixed),
+                "use": int(options.use),
+                "draft_vocab": options.draft_vocab,
                 "budget": options.budget,
                 "draft_only": options.draft_only,
+                "logprobs": -1 if options.logprobs is None else options.logprobs,
                 "n_eos": len(options.eos),
                 "eos": eos,
             },
         )
-        result = ffi.new("tb_step_result *")
-        tokens = ffi.new("int32_t[]", list(history))
-        call(lib.tb_session_step, self._session, tokens, len(history), struct, c_options, result)
+        r = ffi.new("tb_step_result *")
+        if isinstance(history, array) and history.itemsize == 4:
+            tokens = ffi.from_buffer("int32_t[]", history)
+        else:
+            tokens = ffi.new("int32_t[]", list(history))
+        call(lib.tb_session_step, self._session, tokens, len(history), struct, c_options, r)
         del keep
+        n, top = r.n_tokens, options.logprobs or 0
+        pairs = [(r.top_ids[i], r.top_logprobs[i]) for i in range(n * top)]
         return StepResult(
-            list(result.tokens[0 : result.n_tokens]),
-            result.drafted,
-            result.accepted,
-            bool(result.hit_eos),
-            result.draft_s,
-            result.verify_s,
-            result.sample_s,
+            tokens=list(r.tokens[0:n]),
+            drafted=r.drafted,
+            accepted=r.accepted,
+            hit_eos=bool(r.hit_eos),
+            draft_s=r.draft_s,
+            verify_s=r.verify_s,
+            sample_s=r.sample_s,
+            depth=r.depth,
+            drafted_by_kind=list(r.drafted_by_kind),
+            accepted_by_kind=list(r.accepted_by_kind),
+            draft_passes=r.draft_passes,
+            draft_tokens=r.draft_tokens,
+            bytes=r.bytes,
+            logprobs=[] if options.logprobs is None else list(r.logprob[0:n]),
+            top_logprobs=[[p for p in pairs[i * top : i * top + top] if p[0] >= 0] for i in range(n if top else 0)],
+        )
+
+    @property
+    def belief(self) -> Belief:
+        """What the session has measured so far, and decides by."""
+        view = ffi.new("tb_belief_view *")
+        lib.tb_session_belief(self._session, view)
+        return Belief(
+            plain_s=view.plain_s,
+            rate=view.rate,
+            draft={m: cost for m, cost in enumerate(view.draft) if cost > 0},
+            verify={m: cost for m, cost in enumerate(view.verify) if cost > 0},
+            accept={kind: list(zip(view.accept[k], view.seen[k], strict=True)) for k, kind in enumerate(KINDS)},
+            head_rows=view.head_rows,
         )
 
     @property
