@@ -10,7 +10,7 @@ DEMO_PROMPT := "Why is the sky blue?"
 STAMP   := $(VENV)/installed
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
 
-.PHONY: install demo test test-full test-neon wheel cli-docs bench-kernels lint format peers bench-llama bench-quality clean
+.PHONY: install demo test test-full test-neon wheel cli-docs bench-kernels lint format peers bench-llama bench-quality bench-speculation clean
 
 install: $(STAMP)
 
@@ -76,6 +76,11 @@ bench-llama: peers demo
 # Divergences and acceptance on the reference checkpoints; hours for all of them, goes on where it stopped.
 bench-quality: install
 	$(BIN)/python bench/quality.py
+
+# Drafting against plain decoding, prompt by prompt; an hour or more, goes on where it stopped.
+bench-speculation: demo
+	$(BIN)/python bench/speculation.py run --model $(DEMO)/smollm2-2bit --set plain,auto,fixed,without
+	$(BIN)/python bench/speculation.py table
 
 clean:
 	rm -rf build dist $(VENV)

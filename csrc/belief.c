@@ -21,11 +21,12 @@ static int32_t bin_of(const float *edges, float confidence)
 int32_t tb_belief_draft_bin(float confidence) { return bin_of(draft_edges, confidence); }
 int32_t tb_belief_sibling_bin(float confidence) { return bin_of(sibling_edges, confidence); }
 
+/* A text that is copied teaches within a step or two that it is; one that is not must not pay for the hope. */
 void tb_belief_new_text(tb_belief *b)
 {
-    static const double lookup[TB_BINS] = {.1, .3, .4, .5, .6, .7, .8, .9, .2, .35, .5, .6, .7, .75, .8, .9};
+    static const double lookup[TB_BINS] = {.05, .15, .25, .35, .45, .55, .65, .75, .1, .2, .3, .4, .5, .6, .7, .8};
     for (int32_t i = 0; i < TB_BINS; i++)
-        b->accept[TB_KIND_LOOKUP][i] = (tb_mean){lookup[i], 3};
+        b->accept[TB_KIND_LOOKUP][i] = (tb_mean){lookup[i], 2};
     for (int32_t kind = 0; kind < TB_KINDS; kind++)
         b->hit[kind] = b->hoped[kind] = 0.5;
 }

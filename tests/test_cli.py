@@ -154,6 +154,20 @@ def test_ids_and_stats(model: Path, runtime: list[dict[str, Any]], capfd: pytest
         assert word in captured.err
 
 
+def test_log_probabilities(model: Path, runtime: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(model), "hi", "--logprobs", "2", "--json", "-n", "4"]) == 0
+    data = json.loads(capfd.readouterr().out)
+    assert [item["token_id"] for item in data["logprobs"]] == data["token_ids"]
+    assert all(item["logprob"] == -0.5 and len(item["top"]) == 2 for item in data["logprobs"])
+    assert main(["run", str(model), "hi", "--logprobs", "0", "-n", "4"]) == 0
+    assert capfd.readouterr().err.count("-0.500") == 4
+    assert main(["run", str(model), "hi", "--json", "-n", "4"]) == 0
+    assert "logprobs" not in json.loads(capfd.readouterr().out)
+    for wrong in ("-1", "21"):
+        assert main(["run", str(model), "hi", "--logprobs", wrong]) == 2
+        assert "--logprobs" in capfd.readouterr().err
+
+
 def test_system_message(model: Path, runtime: list[dict[str, Any]]) -> None:
     assert main(["run", str(model), "hi", "-s", "Be brief.", "--json"]) == 0
     tokenizer = Tokenizer.load(model)

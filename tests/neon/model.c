@@ -78,7 +78,7 @@ int main(void)
     int accepted = 0;
     for (int step = 0; n < 120; step++) {
         tb_sampling how = {.temperature = step % 2 ? 0.7f : 0.0f, .top_p = 0.95f, .repeat_penalty = 1.1f, .repeat_last_n = 64, .seed = 3};
-        tb_step_options options = {.draft_max = step % 12, .draft_fixed = 1, .budget = 1000};
+        tb_step_options options = {.draft_max = step % 12, .draft_fixed = 1 + step % 2, .use = TB_USE_ALL, .budget = 1000};
         tb_step_result r;
         if (tb_session_step(s, history, n, &how, &options, &r, err, sizeof err)) {
             fprintf(stderr, "%s\n", err);

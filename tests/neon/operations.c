@@ -81,7 +81,7 @@ static void attention(int32_t dim, int32_t n, int32_t first, int32_t last)
         values[i] = tb_float_to_half(number() * 0.1f);
     }
     for (int32_t i = 0; i < n * dim; i++) x[i] = number() * 0.1f;
-    tb_attention a = {keys, values, dim, ring, first, last, 0.1f, n & 1 ? 30.0f : 0.0f};
+    tb_attention a = {keys, values, dim, ring, first, last, 0.1f, n & 1 ? 30.0f : 0.0f, NULL, NULL, 0};
     BOTH("attend", ops->attend(&a, x, o, n, scores));
 }
 

@@ -263,9 +263,8 @@ def generate(
     Raises UsageError where `ids` is empty or does not fit the context, TokenizerError where the model has no row for
     one, RuntimeFailure where the runtime stops.
     """
-    history = array("i", ids)
-    prompt, context = len(history), session.max_context
-    if not history:
+    prompt, context = len(ids), session.max_context
+    if not prompt:
         raise UsageError(
             "the prompt is empty, and this model has no token to begin a text with", "give some text as PROMPT"
         )
@@ -275,6 +274,7 @@ def generate(
             "shorten the prompt, or raise --ctx where the model allows it",
         )
     tokenizer.check_ids(ids)
+    history = array("i", ids)
     room = context - prompt
     left = room if max_tokens is None else min(max_tokens, room)
 
