@@ -86,6 +86,10 @@ def test_statistics() -> None:
         "tokens_per_step": result.tokens_per_step,
         "accepted_by_depth": [3, 3],
         "drafted_by_depth": [3, 3],
+        "by_kind": {"draft": {"drafted": 6, "accepted": 6}},
+        "draft_passes": 3,
+        "bytes_per_token": 3e9 / 8,
+        "read_gb_s": pytest.approx(3 / 2.25),
     }
     assert data["timing"]["decode_tokens_per_s"] == pytest.approx(8 / result.decode_s)
 

@@ -178,7 +178,7 @@ def test_chances_follow_what_is_seen() -> None:
     assert abs(belief.accept[1][3].mean - 0.25) < 0.05
     before = lib.tb_belief_chance(belief, 0, 7)
     for _ in range(8):
-        lib.tb_belief_learn(belief, 0, 2, False)
+        lib.tb_belief_learn(belief, 0, 5, False)
     assert lib.tb_belief_chance(belief, 0, 7) < 0.6 * before, "a kind that fails is trusted less at once, in all bins"
     lib.tb_belief_new_text(belief)
     assert lib.tb_belief_chance(belief, 0, 7) == before
