@@ -191,7 +191,7 @@ def llama_speculative(
         file.write(prompt)
         file.flush()
         command = [binaries / "llama-speculative-simple", "-m", model, "-f", file.name, "-n", tokens, "-t", threads]
-        command += ["--temp", 0, "-c", 2048, "--no-warmup", *flags]
+        command += ["--temp", 0, "-c", 2048, *flags]
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     match = re.search(r"decoded .* speed: +([0-9.]+) t/s", done.stdout + done.stderr)
     if done.returncode or match is None:
