@@ -87,7 +87,7 @@ INLINE vec neighbours(vec a, vec b) { return _mm256_hadd_epi32(a, b); }
 
 #endif
 
-/* An index for shuffles of twice(): a, b for four rows, eight bytes further on for the next four, and so on. */
+/* An index for shuffles of twice(): of every eight rows a, b for the first four, eight bytes further on for the others. */
 INLINE vec by_rows(int64_t a, int64_t b)
 {
     const int64_t on = 0x0808080808080808;

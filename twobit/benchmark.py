@@ -173,10 +173,10 @@ def speeds(
                 for draft in (False, True):
                     spent, products, tokens, count = _decode(session, ids, new, draft)
                     seconds[draft] += spent
-                    if not draft:
+                    if not draft and number >= 0:
                         other[n].append(spent - products)
                     texts.append(tokens)
-                    if draft:
+                    if draft and number >= 0:
                         steps[n][0] += len(tokens)
                         steps[n][1] += count
                 if texts[0] != texts[1]:

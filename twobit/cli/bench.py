@@ -59,6 +59,10 @@ def bench(
     counts = None if threads is None else numbers("-t", threads, options.MAX_THREADS)
     if not (prompts or new or kernels):
         raise UsageError("-p 0 and -n 0 leave nothing to measure", "add --kernels, or give tokens")
+    if depth and not new:
+        raise UsageError("-d is about what is decoded: -n 0 leaves nothing to decode")
+    if as_json and form not in ("md", "json"):
+        raise UsageError(f"--json and --format {form} contradict each other")
     form = "json" if as_json else form
     folder = options.model_folder(model, quiet=form != "md")
 
@@ -86,7 +90,7 @@ def numbers(option: str, text: str, most: int) -> list[int]:
     """-t 1,2: each from 1 to `most`, none twice."""
     found: list[int] = []
     for part in text.split(","):
-        if not part.strip().isdecimal():
+        if not (part.strip().isascii() and part.strip().isdecimal()):
             raise UsageError(f"{option} {text} is not possible: it must be numbers with commas, as in 1,2")
         found.append(options.integer(option, int(part), 1, most))
     if len(set(found)) < len(found):

@@ -32,7 +32,7 @@ def info(
     twobit info ./model --check --json
     """
     manifest, files = _look(model, check, as_json)
-    level = _level()
+    level, kernels = _level()
     if as_json:
         output.result(
             {
@@ -66,7 +66,7 @@ def info(
             ("bytes", f"{bits['draft_bytes']:,} draft + {bits['residual_bytes']:,} residual"),
             ("format", f"{manifest.version}, by {manifest.producer}"),
             ("build", manifest.build_id),
-            ("kernels here", level or "the C runtime is not usable"),
+            ("kernels here", kernels),
         ]
     )
     output.line()
@@ -105,14 +105,15 @@ def _look(model: str, check: bool, quiet: bool) -> tuple[Manifest, dict[str, int
     return hub.describe(*found)
 
 
-def _level() -> str | None:
-    """Name of the kernels that `run` would use here; None where the C runtime cannot be used."""
+def _level() -> tuple[str | None, str]:
+    """(name of the kernels that `run` would use here, or None; what to show: the name, or why there is none)."""
     try:
         from twobit.runtime.lib import cpu_level
 
-        return cpu_level()
-    except TwobitError:
-        return None
+        level = cpu_level()
+    except TwobitError as error:
+        return None, f"none: {error}"
+    return level, level
 
 
 def _groups(manifest: Manifest) -> list[dict[str, Any]]:
