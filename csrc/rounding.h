@@ -15,6 +15,7 @@ typedef struct tb_rounding {
     int32_t rows, cols, padded;
     int32_t draft_bits, residual_bits, residual_group;  /* 2..4; 4, 6 or 8; 16 or 32 */
     int32_t range;             /* Q: the most |q| may be */
+    int32_t steps;             /* 1: the draft, 2: the residual of a draft that codes, s, m, row_* hold already, 3: both */
     const float *weight;       /* [rows, cols] */
     const float *factor;       /* F [padded, stride], diagonal not read; NULL: the identity */
     int64_t stride;
@@ -24,12 +25,12 @@ typedef struct tb_rounding {
     float hessian_scale, damping;
     const float *local;        /* with hessian: F [padded / 16, 16, 16] and d [padded] of the 16 x 16 blocks of H */
     const float *local_energy;
-    uint8_t *codes;            /* out: c [rows, cols] */
-    uint8_t *s;                /* out [rows, ceil(cols / 16)] */
-    int8_t *m;                 /* out [rows, ceil(cols / 16)] */
-    float *row_scale;          /* out: U [rows] */
-    uint8_t *row_a;            /* out: A [rows] */
-    int8_t *row_b;             /* out: B [rows] */
+    uint8_t *codes;            /* out, in for steps = 2: c [rows, cols] */
+    uint8_t *s;                /* as codes [rows, ceil(cols / 16)] */
+    int8_t *m;                 /* as codes [rows, ceil(cols / 16)] */
+    float *row_scale;          /* U [rows]; the residual divides U and multiplies A and B by a whole number */
+    uint8_t *row_a;            /* A [rows] */
+    int8_t *row_b;             /* B [rows] */
     int16_t *residual;         /* out: r [rows, cols] */
     uint8_t *f;                /* out [rows, ceil(cols / residual_group)] */
     double *errors;            /* out [rows, 3]: e H e^T of the draft, of the full weights, and w H w^T */

@@ -13,6 +13,7 @@ from twobit.errors import CalibrationError, TokenizerError
 from twobit.quant import calibrate
 from twobit.quant.calibrate import Document, Encoder
 from twobit.quant.decoder import Decoder
+from twobit.quant.rounding import targets
 from twobit.quant.source import Checkpoint
 from twobit.quant.states import States
 
@@ -137,22 +138,31 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
 
 
 def states_of(checkpoint: Checkpoint, made: calibrate.Calibration, folder: Path) -> States:
-    states = States(folder, "me", [len(sequence) for sequence in made.sequences], checkpoint.architecture.hidden)
+    states = States(folder, "me", [len(sequence) for sequence in made.sequences], 2 * checkpoint.architecture.hidden)
     assert not states.resume(0)
     return states
 
 
-def hessians(source: Path, threads: int, made: calibrate.Calibration, folder: Path) -> dict[str, torch.Tensor]:
+def statistics(
+    source: Path, threads: int, made: calibrate.Calibration, folder: Path
+) -> dict[str, calibrate.Statistics]:
+    """Of a draft whose weights are the verifier's."""
     checkpoint = Checkpoint.open(source)
     specs = checkpoint.architecture.tensors()
     weights = {s.name: checkpoint.read(s) for s in specs}
-    found = {}
+    found: dict[str, calibrate.Statistics] = {}
     with calibrate.one_torch_thread(threads) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
         states = calibrate.Activations(checkpoint, made, pool, states_of(checkpoint, made, folder))
         for layer in checkpoint.architecture.layers:
-            for part, value in states.layer(layer.index, weights).items():
-                found[f"{layer.index}.{part}"] = value
+
+            def choose(
+                part: str, statistics: calibrate.Statistics, index: int = layer.index
+            ) -> dict[str, torch.Tensor]:
+                found[f"{index}.{part}"] = statistics
+                return {}
+
+            states.layer(layer.index, weights, choose)
         found["head"] = states.head(weights["model.norm.weight"])
     return found
 
@@ -161,7 +171,7 @@ def test_hessians_are_sums_of_squares_of_the_inputs(source: Path, encode: Encode
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 100)
     monkeypatch.setattr(calibrate, "PANEL", 40)
     made = calibrate.sequences(documents(TEXT, TEXT[5:], TEXT[9:]), encode, tokens=300, source="x", length=70)
-    found = hessians(source, 2, made, tmp_path / "x")
+    found = statistics(source, 2, made, tmp_path / "x")
     checkpoint = Checkpoint.open(source)
     decoder = Decoder(checkpoint.architecture, {s.name: checkpoint.read(s) for s in checkpoint.architecture.tensors()})
     parts = {s.module: f"{s.layer}.{s.part}" for s in checkpoint.architecture.tensors() if s.role == "linear"}
@@ -174,15 +184,25 @@ def test_hessians_are_sums_of_squares_of_the_inputs(source: Path, encode: Encode
     for sequence in made.sequences:
         decoder.forward(sequence, hook=hook)
     assert set(found) == {"0.q", "0.o", "0.gate", "0.down", "1.q", "1.o", "1.gate", "1.down", "head"}
-    for key, value in found.items():
-        assert torch.equal(value, value.T)
-        assert (value - expected[key]).abs().max() < 1e-5 * expected[key].abs().max(), key
+    names = {f"{s.layer}.{s.part}": s for s in checkpoint.architecture.tensors() if s.role == "linear"}
+    for key, one in found.items():
+        assert torch.equal(one.hessian, one.hessian.T)
+        assert (one.hessian - expected[key]).abs().max() < 1e-5 * expected[key].abs().max(), key
+        # a draft that is the verifier has nothing to make good
+        weight = checkpoint.read(names[key]) if key in names else torch.eye(len(one.hessian))
+        target = targets(one.hessian, one.cross, one.outputs, 0.1)(weight)
+        assert (target - weight).abs().max() < 1e-4 * weight.abs().max(), key
 
 
-def test_threads_do_not_change_a_bit(source: Path, encode: Encoder, tmp_path: Path) -> None:
+def test_threads_and_files_do_not_change_a_bit(source: Path, encode: Encoder, tmp_path: Path, monkeypatch) -> None:
     made = calibrate.sequences(documents(TEXT, TEXT[5:], TEXT[9:]), encode, tokens=300, source="x", length=70)
-    one, three = hessians(source, 1, made, tmp_path / "1"), hessians(source, 3, made, tmp_path / "3")
-    assert all(torch.equal(one[key], three[key]) for key in one)
+    one, three = statistics(source, 1, made, tmp_path / "1"), statistics(source, 3, made, tmp_path / "3")
+    assert all(torch.equal(one[key].hessian, three[key].hessian) for key in one)
+    assert all(torch.equal(one[key].cross, three[key].cross) for key in one)
+    monkeypatch.setattr(calibrate, "SCRATCH_MEMORY", 0)
+    files = statistics(source, 2, made, tmp_path / "2")
+    assert all(torch.equal(one[key].cross, files[key].cross) for key in one)
+    assert not list((tmp_path / "2").glob("scratch*"))
 
 
 @pytest.mark.parametrize(("scale", "fits"), [(1e6, True), (1e38, False)])
@@ -194,12 +214,27 @@ def test_large_activations(source: Path, encode: Encoder, scale: float, fits: bo
     weights["model.layers.1.mlp.down_proj.weight"] *= scale
     with calibrate.one_torch_thread(1) as pool:
         states = calibrate.Activations(checkpoint, made, pool, states_of(checkpoint, made, tmp_path / "x"))
-        states.layer(0, weights)
+        states.layer(0, weights, lambda part, statistics: {})
+        found = []
         if fits:
-            assert all(bool(h.isfinite().all()) for h in states.layer(1, weights).values())
+            states.layer(1, weights, lambda part, statistics: found.append(statistics) or {})
+            assert all(bool(s.hessian.isfinite().all() and s.cross.isfinite().all()) for s in found)
         else:
-            with pytest.raises(CalibrationError, match="layer 1: output activations are not finite"):
-                states.layer(1, weights)
+            with pytest.raises(CalibrationError, match="layer 1: out activations are not finite"):
+                states.layer(1, weights, lambda part, statistics: {})
+
+
+def test_targets_bring_the_draft_back_to_the_verifiers_outputs() -> None:
+    """Against least squares in double precision."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x, missing = (torch.randn(n, 24, generator=generator) for n in (8, 200, 200))
+    missing *= 0.1
+    for outputs in (False, True):
+        wanted = (x + missing) @ weight.T
+        cross = wanted.T @ x if outputs else missing.T @ x
+        target = targets(x.T @ x, cross, outputs, 1e-9)(weight)
+        best = torch.linalg.lstsq(x.double(), wanted.double()).solution.T
+        assert (target - best).abs().max() < 1e-5
 
 
 def test_chunks_hold_whole_sequences() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import CalibrationError, TokenizerError
+from twobit.format.writer import writing
 
 if TYPE_CHECKING:
     import torch
 
+    from twobit.quant.decoder import Decoder
     from twobit.quant.source import Checkpoint
     from twobit.quant.states import States
 
@@ -32,6 +35,8 @@ SEQUENCE = 512  # tokens
 DEFAULT_TOKENS = 24_576
 MIN_SEQUENCE = 16  # tokens; a shorter rest of a document is left out
 CHUNK_TOKENS = 2048  # tokens whose inputs are kept until they are added to the Hessians
+SCRATCH_MEMORY = 4_000_000_000  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
+PULL = 0.5  # how much of the draft's distance from the verifier's stream o and down are asked to make good
 PANEL = 256  # rows of a Hessian that one task sums
 SHARED = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", "down": "down"}
 """Part of a layer -> the part whose Hessian it shares, having the same input."""
@@ -219,8 +224,31 @@ def one_torch_thread(threads: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """What one group of linears that share an input is rounded by.
+
+    hessian: X^T X [cols, cols] fp32 of the draft's inputs X. cross: V^T X [n, cols], where V is the verifier's inputs
+    less the draft's (n = cols), or with `outputs` what the linear should answer to X (n = rows): the verifier's outputs
+    and what the draft's stream lacks of the verifier's.
+    """
+
+    hessian: torch.Tensor
+    cross: torch.Tensor
+    outputs: bool
+
+
+Choose = Callable[[str, Statistics], Mapping[str, Any]]
+"""part, statistics -> {tensor name: draft's weights fp32} of the linears that share the part's input."""
+
+
 class Activations:
-    """Every sequence's hidden state [n, hidden] fp32 on its way through the layers."""
+    """Every sequence's hidden state on its way through the layers: the verifier's and the draft's, [n, 2, hidden] fp32.
+
+    The draft's comes from draft weights all the way, attending to the verifier's keys and values in blocks, as it is
+    used. So every linear of the draft is calibrated on the inputs that it will have, and told the outputs that it
+    should give for them.
+    """
 
     def __init__(
         self,
@@ -243,68 +271,86 @@ class Activations:
         self._advance = advance
         self._states = states
         specs = self.architecture.tensors()
-        self._parts = {spec.module: spec.part for spec in specs if spec.role == "linear"}
+        self._names = {(spec.layer, spec.part): spec.name for spec in specs if spec.role == "linear"}
+        self._norms = {(spec.layer, spec.part) for spec in specs if spec.role == "norm"}
         if states.layer < 0:
             embedding = next(spec for spec in specs if spec.role == "embedding")
             states.begin()
             self._embed(checkpoint, embedding, calibration.sequences)
             states.commit()
-        self._chunks = _chunks([len(sequence) for sequence in calibration.sequences])
+        self._lengths = [len(sequence) for sequence in calibration.sequences]
+        self._chunks = _chunks(self._lengths)
+        files = scratch_bytes(self.architecture, calibration.tokens) > SCRATCH_MEMORY
+        self._scratch = states.folder if files else None
 
-    def layer(
-        self, index: int, weights: Mapping[str, torch.Tensor], *, hessians: bool = True
-    ) -> dict[str, torch.Tensor]:
-        """Sends everything through layer `index`; returns {part: Hessian [cols, cols] fp32} for the parts of SHARED.
+    def layer(self, index: int, weights: Mapping[str, torch.Tensor], choose: Choose) -> None:
+        """Sends everything through layer `index`: the verifier with `weights`, the draft with what `choose` makes of
+        them, called for "q", "o", "gate" and "down" in this order. CalibrationError where a value is not finite."""
+        steps = _LayerSteps(self._decoder, index, weights, self._names, self._norms)
+        where = f"layer {index}"
+        scratch = [_Scratch(self._scratch, i, self.device) for i in range(len(self._lengths))]
 
-        `weights` and Hessians lie on the device. CalibrationError names the layer where a value is not finite.
-        """
         if index != self._states.layer:
             raise ValueError(f"layer {index} cannot follow layer {self._states.layer - 1}")
         self._states.begin()
-        sums: dict[str, torch.Tensor] = {}
-        for chunk in self._chunks:
-            inputs: list[dict[str, torch.Tensor]] = [{} for _ in chunk]
-            jobs = [
-                self._pool.submit(self._one, index, weights, i, inputs[at] if hessians else None)
-                for at, i in enumerate(chunk)
-            ]
-            for job in jobs:
-                job.result()
-            if hessians:
-                self._add(sums, inputs)
-        self._states.commit()
-        for total in sums.values():
-            _mirror(total)
-        return sums
 
-    def head(self, norm: torch.Tensor) -> torch.Tensor:
-        """The Hessian of the head's input, after the final norm."""
-        sums: dict[str, torch.Tensor] = {}
-        for chunk in self._chunks:
-            inputs = [{"head": self._decoder.norm(self._read(i), norm)} for i in chunk]
-            self._check(inputs, "the final norm")
-            self._add(sums, inputs)
-        _mirror(sums["head"])
-        return sums["head"]
+        def verifier(i: int) -> None:
+            found = steps.verifier(self._read(i)[:, 0])
+            self._check([found], where)
+            for name, value in found.items():
+                scratch[i].put(name, value)
+
+        list(self._pool.map(verifier, range(len(self._lengths))))
+        for part in ("q", "o", "gate", "down"):
+
+            def inputs(i: int, part: str = part) -> tuple[torch.Tensor, torch.Tensor]:
+                return steps.inputs(part, self._read(i), scratch[i], i)
+
+            chosen = choose(part, self._statistics(inputs, part, where))
+            steps.draft |= {name: weight.to(self.device) for name, weight in chosen.items()}
+
+        def finish(i: int) -> None:
+            out = steps.finish(scratch[i])
+            self._check([{"output": out}], where)
+            self._states.write(i, out.flatten(1))
+            self._advance(len(out))
+
+        list(self._pool.map(finish, range(len(self._lengths))))
+        self._states.commit()
+
+    def head(self, norm: torch.Tensor) -> Statistics:
+        """The statistics of the head's input, after the final norm."""
+
+        def inputs(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            verifier, draft = (self._decoder.norm(self._read(i)[:, j], norm) for j in range(2))
+            return draft, verifier - draft
+
+        return self._statistics(inputs, "head", "the final norm")
 
     def _read(self, i: int) -> torch.Tensor:
-        return self._states.read(i).to(self.device)
+        return self._states.read(i).to(self.device).unflatten(1, (2, -1))
 
-    def _one(
-        self, index: int, weights: Mapping[str, torch.Tensor], i: int, inputs: dict[str, torch.Tensor] | None
-    ) -> None:
-        def hook(module: str, x: torch.Tensor) -> None:
-            if inputs is not None:
-                inputs.setdefault(SHARED[self._parts[module]], x)
+    def _statistics(
+        self, inputs: Callable[[int], tuple[torch.Tensor, torch.Tensor]], part: str, where: str
+    ) -> Statistics:
+        """Sums over all sequences; inputs: sequence -> (X, V)."""
+        import torch
 
-        state = self._decoder.layer(index, self._read(i), weights, hook=hook)
-        self._check([{"output": state}, inputs or {}], f"layer {index}")
-        self._states.write(i, state)
-        self._advance(len(state))
+        hessian, cross = torch.empty(0), torch.empty(0)
+        for chunk in self._chunks:
+            pairs = list(self._pool.map(inputs, chunk))
+            self._check([{part: x} for x, _ in pairs], where)
+            x, v = (torch.cat([pair[j] for pair in pairs]) for j in range(2))
+            if not len(hessian):
+                hessian, cross = (x.new_zeros(n, x.shape[1]) for n in (x.shape[1], v.shape[1]))
+            jobs = [self._pool.submit(_add_panel, hessian, x, x, first, True) for first in range(0, x.shape[1], PANEL)]
+            jobs += [self._pool.submit(_add_panel, cross, v, x, first, False) for first in range(0, v.shape[1], PANEL)]
+            for job in jobs:
+                job.result()
+        _mirror(hessian)
+        return Statistics(hessian, cross, part in ("o", "down"))
 
     def _check(self, inputs: Iterable[Mapping[str, torch.Tensor]], where: str) -> None:
-        import math
-
         import torch
 
         for values in inputs:
@@ -315,20 +361,6 @@ class Activations:
                         f"{where}: {part} activations are not finite in fp32 during calibration",
                         "the checkpoint is damaged, or its weights overflow; try `--calib` with other text",
                     )
-
-    def _add(self, sums: dict[str, torch.Tensor], inputs: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        import torch
-
-        jobs = []
-        for part in inputs[0]:
-            x = torch.cat([values[part] for values in inputs])
-            cols = x.shape[1]
-            if part not in sums:
-                sums[part] = torch.zeros(cols, cols, device=self.device)
-            for first in range(0, cols, PANEL):
-                jobs.append(self._pool.submit(_add_panel, sums[part], x, first))
-        for job in jobs:
-            job.result()
 
     def _embed(self, checkpoint: Checkpoint, spec: TensorSpec, tokens: Sequence[Sequence[int]]) -> None:
         """First states; only the rows in use are kept of the embedding, which is read piece by piece."""
@@ -346,13 +378,143 @@ class Activations:
         place = torch.zeros(rows, dtype=torch.long)
         place[used] = torch.arange(len(used))
         for i, sequence in enumerate(tokens):
-            self._states.write(i, self._decoder.embed(place[torch.tensor(sequence)], table))
+            state = self._decoder.embed(place[torch.tensor(sequence)], table)
+            self._states.write(i, torch.cat((state, state), 1))
 
 
-def _add_panel(total: torch.Tensor, x: torch.Tensor, first: int) -> None:
-    """Rows [first, first + PANEL) of the upper triangle of total += x^T x."""
+class _LayerSteps:
+    """One layer for verifier and draft, step by step; `scratch` keeps a sequence's values between steps."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        index: int,
+        weights: Mapping[str, torch.Tensor],
+        names: Mapping[tuple[int | None, str], str],
+        norms: set[tuple[int | None, str]],
+    ) -> None:
+        self._decoder, self._index, self._weights = decoder, index, weights
+        self._output = {part: names[index, part] for part in ("o", "down")}
+        self._pulled = {
+            "o": (index, "post_attention_norm") not in norms,
+            "down": (index, "post_ffn_norm") not in norms,
+        }
+        self.draft: dict[str, torch.Tensor] = dict(weights)
+
+    def verifier(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Scratch of a sequence, with all that the draft needs of the verifier; x: its state [n, hidden]."""
+        from twobit.quant.decoder import Cache
+
+        cache = Cache()
+        mixed = self._decoder.mixed(self._index, x, self._weights, cache)
+        middle = self._decoder.after_attention(self._index, x, mixed, self._weights)
+        gated = self._decoder.gated(self._index, middle, self._weights)
+        keys, values = cache.of(self._index)
+        found = {"keys": keys, "values": values, "middle": middle}
+        found["out"] = self._decoder.after_ffn(self._index, middle, gated, self._weights)
+        for part, inputs in (("o", mixed), ("down", gated)):
+            found[part] = inputs @ self._weights[self._output[part]].T
+            if self._pulled[part]:  # the draft adds to its own stream, from which it has to come back
+                found[part] += PULL * (x if part == "o" else middle)
+        return found
+
+    def inputs(
+        self, part: str, state: torch.Tensor, scratch: _Scratch, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft's inputs of `part`, and V of `Statistics`. state: [n, 2, hidden]; first: where blocks begin."""
+        decoder, index = self._decoder, self._index
+        x, draft = state[:, 0], state[:, 1]
+        if part == "q":
+            mine = decoder.normed(index, draft, "input_norm", self._weights)
+            return mine, decoder.normed(index, x, "input_norm", self._weights) - mine
+        if part == "o":
+            from twobit.quant.tune import BLOCK, drafting
+
+            attend = drafting(scratch.take("keys"), scratch.take("values"), first=first % BLOCK)
+            mixed = decoder.mixed(index, draft, self.draft, attend=attend)
+            scratch.put("mixed", mixed)
+            return mixed, self._wanted(part, draft, scratch)
+        if part == "gate":
+            draft = decoder.after_attention(index, draft, scratch.take("mixed"), self.draft)
+            scratch.put("draft", draft)
+            mine = decoder.normed(index, draft, "pre_ffn_norm", self._weights)
+            return mine, decoder.normed(index, scratch.take("middle"), "pre_ffn_norm", self._weights) - mine
+        draft = scratch.get("draft")
+        gated = decoder.gated(index, draft, self.draft)
+        scratch.put("gated", gated)
+        return gated, self._wanted(part, draft, scratch)
+
+    def _wanted(self, part: str, draft: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+        wanted = scratch.take(part)
+        return wanted - PULL * draft if self._pulled[part] else wanted
+
+    def finish(self, scratch: _Scratch) -> torch.Tensor:
+        """Both outputs [n, 2, hidden]."""
+        import torch
+
+        draft = self._decoder.after_ffn(self._index, scratch.take("draft"), scratch.take("gated"), self.draft)
+        return torch.stack((scratch.take("out"), draft), 1)
+
+
+class _Scratch:
+    """Values of one sequence between the steps of a layer, in memory or (`folder`) in files."""
+
+    def __init__(self, folder: Path | None, i: int, device: str) -> None:
+        self._folder, self._i, self._device = folder, i, device
+        self._kept: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        if self._folder is None:
+            self._kept[name] = value
+            return
+        self._shapes[name] = tuple(value.shape)
+        path = self._path(name)
+        with writing(path):
+            value.contiguous().cpu().numpy().tofile(path)
+
+    def get(self, name: str) -> torch.Tensor:
+        import torch
+
+        if self._folder is None:
+            return self._kept[name]
+        return (
+            torch.from_file(str(self._path(name)), False, math.prod(self._shapes[name]))
+            .view(self._shapes[name])
+            .clone()
+            .to(self._device)
+        )
+
+    def take(self, name: str) -> torch.Tensor:
+        """The value, which is not needed again."""
+        value = self.get(name)
+        if self._folder is None:
+            del self._kept[name]
+        else:
+            self._path(name).unlink()
+        return value
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"scratch-{self._i:06d}-{name}.bin"
+
+
+def scratch_bytes(architecture: Architecture, tokens: int) -> int:
+    """What the sequences of a layer keep between its steps at most."""
+    widths = [
+        5 * architecture.hidden
+        + 2 * layer.n_kv_heads * layer.head_dim
+        + max(layer.n_heads * layer.head_dim, layer.intermediate)
+        for layer in architecture.layers
+    ]
+    return 4 * tokens * max(widths)
+
+
+def _add_panel(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int, upper: bool) -> None:
+    """Rows [first, first + PANEL) of total += a^T b, of the upper triangle alone where that is enough."""
     end = min(first + PANEL, total.shape[0])
-    total[first:end, first:].addmm_(x[:, first:end].T, x[:, first:])
+    start = first if upper else 0
+    total[first:end, start:].addmm_(a[:, first:end].T, b[:, start:])
 
 
 def _mirror(total: torch.Tensor) -> None:

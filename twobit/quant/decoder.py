@@ -25,6 +25,9 @@ Linears that share an input (q/k/v, gate/up) get the same tensor object."""
 QUERY_CHUNK = 256
 """Queries whose attention scores are in memory at once."""
 
+Attend = Callable[[Layer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of another kind: layer, queries [..., heads, n, d], keys and values [..., kv heads, n, d] -> as queries."""
+
 
 @dataclass(frozen=True)
 class RuntimeRounding:
@@ -67,6 +70,10 @@ class Cache:
         """Positions that layer holds."""
         return self._layers[layer][0].shape[-2] if layer in self._layers else 0
 
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all positions of a layer."""
+        return self._layers[layer]
+
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds positions and returns all of them."""
         if layer in self._layers:
@@ -107,7 +114,6 @@ class Decoder:
             x = self.layer(i, x, cache=cache, hook=hook)
         return self.head(x, hook=hook)
 
-    @torch.no_grad()
     def embed(self, tokens: Sequence[int] | torch.Tensor, weights: Weights | None = None) -> torch.Tensor:
         """Input of the first layer, fp32 [..., n, hidden], for token ids [..., n]."""
         table = self._table(weights, "model.embed_tokens.weight", "lm_head.weight")
@@ -116,7 +122,6 @@ class Decoder:
         scale = self.architecture.embedding_scale
         return x if scale == 1.0 else x * scale
 
-    @torch.no_grad()
     def layer(
         self,
         index: int,
@@ -124,24 +129,65 @@ class Decoder:
         weights: Weights | None = None,
         cache: Cache | None = None,
         hook: Hook | None = None,
+        attend: Attend | None = None,
     ) -> torch.Tensor:
         """Output of layer `index`, [..., n, hidden], for its input x of the same shape (x is not changed).
 
-        The first of the n positions is 0, or as many as the cache holds for this layer.
+        The first of the n positions is 0, or as many as the cache holds for this layer. `attend` replaces the causal
+        attention over these positions. Gradients are recorded where a weight or x asks for them.
         """
-        layer = self.architecture.layers[index]
-        part = _Part(self, self._names[index], self._weights if weights is None else weights, hook)
-        attended = self._attention(layer, part, part.norm(x, "input_norm"), cache)
-        x = x + part.norm(attended, "post_attention_norm")
+        mixed = self.mixed(index, x, weights, cache, hook, attend)
+        middle = self.after_attention(index, x, mixed, weights, hook)
+        return self.after_ffn(index, middle, self.gated(index, middle, weights, hook), weights, hook)
+
+    # The four steps of a layer, each up to the input of a linear.
+
+    def normed(self, index: int, x: torch.Tensor, norm: str, weights: Weights | None = None) -> torch.Tensor:
+        """Input of q, k and v (norm "input_norm", of the layer's input) or of gate and up ("pre_ffn_norm")."""
+        return self._part(index, weights, None).norm(x, norm)
+
+    def mixed(
+        self,
+        index: int,
+        x: torch.Tensor,
+        weights: Weights | None = None,
+        cache: Cache | None = None,
+        hook: Hook | None = None,
+        attend: Attend | None = None,
+    ) -> torch.Tensor:
+        """What attention gives for the layer's input: the input of o."""
+        part = self._part(index, weights, hook)
+        return self._attention(self.architecture.layers[index], part, part.norm(x, "input_norm"), cache, attend)
+
+    def after_attention(
+        self, index: int, x: torch.Tensor, mixed: torch.Tensor, weights: Weights | None = None, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """The layer's input with what o adds to it."""
+        part = self._part(index, weights, hook)
+        return x + part.norm(part.linear(mixed, "o"), "post_attention_norm")
+
+    def gated(
+        self, index: int, x: torch.Tensor, weights: Weights | None = None, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """The input of down, for what `after_attention` gave."""
+        part = self._part(index, weights, hook)
         a = part.norm(x, "pre_ffn_norm")
         gate, up = part.linear(a, "gate"), part.linear(a, "up")
-        h = part.linear(self._activate(gate) * up, "down")
-        x = x + part.norm(h, "post_ffn_norm")
-        if layer.output_scale:
+        return self._activate(gate) * up
+
+    def after_ffn(
+        self, index: int, x: torch.Tensor, gated: torch.Tensor, weights: Weights | None = None, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """The layer's output, for what `after_attention` and `gated` gave."""
+        part = self._part(index, weights, hook)
+        x = x + part.norm(part.linear(gated, "down"), "post_ffn_norm")
+        if self.architecture.layers[index].output_scale:
             x = x * part.weights[part.names["output_scale", "scalar"]]
         return x
 
-    @torch.no_grad()
+    def _part(self, index: int, weights: Weights | None, hook: Hook | None) -> _Part:
+        return _Part(self, self._names[index], self._weights if weights is None else weights, hook)
+
     def head(self, x: torch.Tensor, weights: Weights | None = None, hook: Hook | None = None) -> torch.Tensor:
         """Logits fp32 [..., vocab] for the last layer's output x [..., hidden]."""
         table = self._table(weights, "lm_head.weight", "model.embed_tokens.weight")
@@ -176,7 +222,9 @@ class Decoder:
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if self.architecture.activation == "gelu_tanh" else "none")
 
-    def _attention(self, layer: Layer, part: _Part, a: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    def _attention(
+        self, layer: Layer, part: _Part, a: torch.Tensor, cache: Cache | None, attend: Attend | None
+    ) -> torch.Tensor:
         q, k = part.linear(a, "q"), part.linear(a, "k")
         v = k if layer.value_is_key else part.linear(a, "v")
         if layer.qk_norm == "whole":
@@ -196,8 +244,8 @@ class Decoder:
             k, v = k.half().float(), v.half().float()
         if cache is not None:
             k, v = cache.append(layer.index, k, v)
-        out = _attend(layer, q, k, v, start)
-        return part.linear(out.transpose(-2, -3).flatten(-2), "o")
+        out = _attend(layer, q, k, v, start) if attend is None else attend(layer, q, k, v)
+        return out.transpose(-2, -3).flatten(-2)
 
 
 @dataclass(frozen=True)

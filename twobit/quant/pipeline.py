@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -31,7 +31,7 @@ from twobit.progress import Progress
 from twobit.quant import allocate, calibrate, plan
 from twobit.quant.plan import Options
 from twobit.quant.recipe import Bits
-from twobit.quant.states import States, spill_bytes
+from twobit.quant.states import States
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from twobit.quant.source import Checkpoint
 
 DAMPING = 0.1  # of the Hessian's mean diagonal
+PULL_DAMPING = 1.0  # the same, where the draft's targets are fitted
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
 COPIED = (
     "generation_config.json",
@@ -57,6 +58,7 @@ COPIED = (
     "chat_template.json",
 )
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY.md")
+Targets = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def quantize(
@@ -82,7 +84,7 @@ def quantize(
             "the system may end it"
         )
     size, spill = plan.sizes(checkpoint, options), _spill_folder(output, options)
-    scratch = spill_bytes(options.calib_tokens, architecture.hidden)
+    scratch = plan.spilled_bytes(architecture, options.calib_tokens)
     check_space(output, size["draft_bytes"] + size["residual_bytes"], scratch, spill)
     calibration = _calibration(checkpoint, options)
     progress.line(
@@ -99,11 +101,12 @@ def quantize(
     ):
         owner = hashlib.sha256(canonical_json(fingerprint)).hexdigest()
         lengths = [len(sequence) for sequence in calibration.sequences]
-        states = States(spill, owner, lengths, architecture.hidden)
+        states = States(spill, owner, lengths, 2 * architecture.hidden)
         run = _Run(checkpoint, calibration, options, progress, writer, pool, states)
         keys = run.all_steps()
         progress.stage("writing", 1)
-        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "errors": run.errors()}
+        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "pull_damping": PULL_DAMPING}
+        recipe |= {"pull": calibrate.PULL, "errors": run.errors()}
         manifest = writer.finish(
             keys,
             config=checkpoint.config,
@@ -310,7 +313,7 @@ class _Run:
             states = self.states.of("sample", [len(sequence) for sequence in sample])
             states.resume(0)
             calibrate.Activations(self.checkpoint, part, self.pool, states)
-            inputs = [states.read(i) for i in range(len(sample))]
+            inputs = [states.read(i)[:, : self.architecture.hidden].clone() for i in range(len(sample))]
             found = allocate.measure(self.checkpoint, inputs, self.pool, self.options.device, self.progress.advance)
             self.writer.store("sensitivity", {}, found)
         self.recipe = allocate.choose(self.architecture, self.recipe, budget, self.writer.notes("sensitivity"))
@@ -348,10 +351,7 @@ class _Run:
             specs = [s for s in self.specs if s.layer == index]
             weights = {s.name: self.checkpoint.read(s) for s in specs}
             on_device = {name: weight.to(self.options.device) for name, weight in weights.items()}
-            hessians = inputs.layer(index, on_device, hessians=index in missing)
-            del on_device
-            if index in missing:
-                self._layer(keys[index], index, specs, weights, hessians, started)
+            self._layer(keys[index], index, specs, weights, on_device, inputs, started)
         if end in missing:
             self._head(inputs)
         self.progress.advance(tokens)
@@ -362,19 +362,34 @@ class _Run:
         index: int,
         specs: Sequence[TensorSpec],
         weights: dict[str, torch.Tensor],
-        hessians: dict[str, torch.Tensor],
+        on_device: dict[str, torch.Tensor],
+        inputs: calibrate.Activations,
         started: float,
     ) -> None:
+        """Sends the states through a layer and stores it, unless it is stored already."""
+        stored = self.writer.has(key)
         packed: dict[str, PackedTensor] = {}
         errors: dict[str, list[float]] = {}
-        for part in list(hessians):
+
+        def choose(part: str, statistics: calibrate.Statistics) -> dict[str, torch.Tensor]:
             group = [s for s in specs if s.role == "linear" and calibrate.SHARED[s.part] == part]
-            factor = self._factor(hessians.pop(part), group)
+            target, drafts = self._target(statistics), {}
+            wanted = {spec.name: target(weights[spec.name]) for spec in group}
+            del target  # as large as a Hessian
+            factor = self._factor(statistics.hessian, group)
             for spec in group:
-                bits = self.recipe.bits(spec.module, spec.role)
-                rounded = self._round(spec, weights.pop(spec.name), factor, bits)
-                packed[spec.module] = _pack(rounded, bits, spec.module)
-                errors[spec.module] = [rounded.draft_error, rounded.full_error]
+                draft = self._draft(spec, wanted.pop(spec.name), factor)
+                drafts[spec.name] = draft.draft_weights()
+                if not stored:
+                    bits = self.recipe.bits(spec.module, spec.role)
+                    rounded = self._residual(spec, weights[spec.name], factor, draft)
+                    packed[spec.module] = _pack(rounded, bits, spec.module)
+                    errors[spec.module] = [rounded.draft_error, rounded.full_error]
+            return drafts
+
+        inputs.layer(index, on_device, choose)
+        if stored:
+            return
         for spec in specs:
             if spec.role != "linear":
                 packed[spec.name] = self._plain(spec)
@@ -388,12 +403,13 @@ class _Run:
         started = time.monotonic()
         (norm,) = (s for s in self.specs if s.part == "final_norm")
         (spec,) = (s for s in self.specs if s.role == "head")
-        factor = self._factor(inputs.head(self.checkpoint.read(norm).to(self.options.device)), [spec])
+        statistics = inputs.head(self.checkpoint.read(norm).to(self.options.device))
+        target, factor = self._target(statistics), self._factor(statistics.hessian, [spec])
         bits = self.recipe.bits(spec.module, spec.role)
         energy = np.zeros(3)
 
         def packed_rows(weight: torch.Tensor) -> dict[str, np.ndarray]:
-            rounded = self._round(spec, weight, factor, bits)
+            rounded = self._residual(spec, weight, factor, self._draft(spec, target(weight), factor))
             own = float(weight.square().sum(dtype=_float64()))
             energy[:] += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
             layout.check_rows(
@@ -421,20 +437,35 @@ class _Run:
             self.progress.warning(f"{names}: {factor.note}")
         return factor
 
-    def _round(self, spec: TensorSpec, weight: torch.Tensor, factor: Factor, bits: Bits) -> Rounded:
-        from twobit.quant.rounding import round_matrix
+    def _target(self, statistics: calibrate.Statistics) -> Targets:
+        """What a weight's draft should come close to."""
+        from twobit.quant.rounding import targets
 
+        return targets(statistics.hessian, statistics.cross, statistics.outputs, PULL_DAMPING)
+
+    def _draft(self, spec: TensorSpec, target: torch.Tensor, factor: Factor) -> Rounded:
+        from twobit.quant.rounding import round_draft
+
+        bits, threads = self.recipe.bits(spec.module, spec.role), self.options.threads
         try:
-            return round_matrix(
-                weight,
-                factor,
-                draft_bits=bits.draft,
-                residual_bits=bits.residual,
-                residual_group=bits.group,
-                threads=self.options.threads,
-            )
+            return round_draft(target, factor, draft_bits=bits.draft, residual_bits=bits.residual, threads=threads)
         except CheckpointError as error:
             raise CheckpointError(f"{spec.name}: {error}", error.hint) from error
+
+    def _residual(self, spec: TensorSpec, weight: torch.Tensor, factor: Factor, draft: Rounded) -> Rounded:
+        """From the draft to the weight."""
+        from twobit.quant.rounding import round_matrix
+
+        bits, threads = self.recipe.bits(spec.module, spec.role), self.options.threads
+        return round_matrix(
+            weight,
+            factor,
+            draft_bits=bits.draft,
+            residual_bits=bits.residual,
+            residual_group=bits.group,
+            threads=threads,
+            draft=draft,
+        )
 
     def _report(self, what: str, bits: str, errors: Mapping[str, list[float]], started: float) -> None:
         draft = math.sqrt(sum(d * d for d, _ in errors.values()) / len(errors))

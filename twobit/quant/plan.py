@@ -110,7 +110,7 @@ def plan(source: Path, output: Path, options: Options) -> Plan:
         bits=bits,
         recipe=recipe_json(options, options.recipe),
         memory_bytes=memory_bytes(architecture, options.calib_tokens, options.threads),
-        disk_bytes=model_bytes(bits) + spill_bytes(options.calib_tokens, architecture.hidden),
+        disk_bytes=model_bytes(bits) + spilled_bytes(architecture, options.calib_tokens),
         seconds=estimate(checkpoint, options),
         calibration_tokens=options.calib_tokens,
         threads=options.threads,
@@ -168,6 +168,12 @@ def manifest(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
     return Manifest(architecture.family, sum(math.prod(s.shape) for s in specs), entries)
 
 
+def spilled_bytes(architecture: Architecture, tokens: int) -> int:
+    """Scratch on disk: the states of verifier and draft, and a layer's scratch where it does not stay in memory."""
+    scratch = calibrate.scratch_bytes(architecture, tokens)
+    return spill_bytes(tokens, 2 * architecture.hidden) + (scratch if scratch > calibrate.SCRATCH_MEMORY else 0)
+
+
 def sizes(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
     """Manifest.bits of the model; with a budget for the draft as if it were spent to the last bit."""
     architecture, bits = checkpoint.architecture, manifest(checkpoint, options.recipe).bits()
@@ -192,8 +198,9 @@ def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
     """The bound on peak memory: BASE_MEMORY and the largest of these, whatever the depth of the model.
 
     - the first states: the embedding's rows in use, fp32;
-    - a layer's pass: its weights in fp32, its Hessians, the inputs of one chunk of tokens;
-    - a layer's rounding: the weights and Hessians that are left, a factor of the Hessian and its root, the codes;
+    - a layer's pass: its weights in fp32 and those of the draft, the scratch of all tokens (in files past
+      calibrate.SCRATCH_MEMORY), the sums of one group of its linears, the inputs of a chunk of tokens;
+    - or, in the place of the inputs, a group's rounding: its targets, a factor of the Hessian and its root, the codes;
     - the head, or an untied embedding: its planes, twice while they are put together, and its Hessian's factor.
     """
     stages = [4 * min(tokens, architecture.vocab) * architecture.hidden]
@@ -204,17 +211,19 @@ def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
             groups.setdefault(calibrate.SHARED[spec.part], []).append(spec)
         width = {part: group[0].shape[1] for part, group in groups.items()}
         weights = {part: sum(math.prod(s.shape) for s in group) for part, group in groups.items()}
-        left = 4 * sum(weights.values()) + 4 * sum(w * w for w in width.values())
-        chunk = 4 * (calibrate.CHUNK_TOKENS + calibrate.SEQUENCE) * 2 * sum(width.values())
         widest = max(architecture.hidden, layer.intermediate, layer.n_heads * layer.head_dim)
         passing = 4 * min(threads, calibrate.CHUNK_TOKENS // calibrate.SEQUENCE) * calibrate.SEQUENCE * 6 * widest
-        stages.append(left + chunk + passing)
+        scratch = calibrate.scratch_bytes(architecture, tokens)
+        # true and draft weights, and the scratch; then what is packed
+        kept = 8 * sum(weights.values()) + (scratch if scratch <= calibrate.SCRATCH_MEMORY else 0)
         packed = 0.0
-        for part in groups:
-            stages.append(
-                int(left + packed) + _factor_bytes(width[part]) + 5 * max(math.prod(s.shape) for s in groups[part])
-            )
-            left -= 4 * weights[part] + 4 * width[part] ** 2
+        for part, group in groups.items():
+            w = width[part]
+            outputs = architecture.hidden if part in ("o", "down") else w
+            sums = 4 * w * (w + outputs)
+            chunk = 4 * (calibrate.CHUNK_TOKENS + calibrate.SEQUENCE) * 2 * (w + outputs)
+            rounding = _factor_bytes(w) + 4 * weights[part] + 5 * max(math.prod(s.shape) for s in group)
+            stages.append(int(kept + packed) + sums + max(chunk + passing, rounding))
             packed += 1.5 * weights[part]
     table = architecture.vocab * architecture.hidden
     stages.append(

@@ -9,7 +9,7 @@ The loops are in csrc/rounding_body.inc.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +69,15 @@ class Rounded(Matrix):
     draft_error: float
     full_error: float
     note: str | None
+
+    def draft_weights(self) -> torch.Tensor:
+        """fp32 [rows, cols] of the draft."""
+        rows, cols = self.shape
+        step = torch.from_numpy(self.row_a.astype(np.int32)[:, None] * self.s)
+        centre = torch.from_numpy(self.row_b.astype(np.int32)[:, None] * self.m)
+        codes = torch.nn.functional.pad(torch.from_numpy(self.codes).int(), (0, -cols % COLS)).view(rows, -1, COLS)
+        q2 = (2 * codes - (1 << self.draft_bits) + 1) * step[..., None] + centre[..., None]
+        return q2.view(rows, -1)[:, :cols].float() * torch.from_numpy(self.row_scale)[:, None]
 
 
 @contextmanager
@@ -139,6 +148,37 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
     return Factor(columns, factor, energy, damping, note, whole.numpy(), 1 / mean, local, local_energy)
 
 
+def targets(
+    hessian: torch.Tensor, cross: torch.Tensor, outputs: bool, damping: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """weight [rows, columns] -> the matrix that a draft with these inputs should come close to (see Statistics).
+
+    It is the weight and the regression of what is missing on the draft's inputs, damped by `damping` mean diagonals.
+    """
+    mean = float(hessian.diagonal().double().mean())
+    with _one_torch_thread():
+        root = hessian.to(torch.float64 if len(hessian) <= DOUBLE_COLUMNS else torch.float32) / max(mean, 1e-30)
+        root.diagonal().add_(damping)
+        info = torch.empty((), dtype=torch.int32, device=root.device)
+        torch.linalg.cholesky_ex(root, out=(root, info))
+    if not mean > 1e-30 or int(info) or not bool(torch.isfinite(root.diagonal()).all()):
+        return lambda weight: weight
+
+    def solve(b: torch.Tensor) -> torch.Tensor:
+        """b (H + damping)^-1"""
+        with _one_torch_thread():
+            return torch.cholesky_solve((b / mean).T.to(root.dtype), root).T.float()
+
+    through = None if outputs else solve(cross)
+
+    def target(weight: torch.Tensor) -> torch.Tensor:
+        there = weight.to(root.device)
+        missing = solve(cross - there @ hessian) if through is None else there @ through
+        return weight + missing.to(weight.device)
+
+    return target
+
+
 def _block_factors(
     hessian: torch.Tensor, columns: int, mean: float, damping: float
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -170,18 +210,47 @@ def round_matrix(
     damping: float = 0.1,
     threads: int = 1,
     refine: bool = True,
+    draft: Rounded | None = None,
 ) -> Rounded:
     """Round a matrix [rows, cols] fp32, given the Hessian of its inputs or its factor (`prepare`).
 
     (draft_bits, residual_bits) is one of layout.KINDS; residual_group 16 or 32.
     The result does not depend on `threads`.
     `refine`: choose every group of the draft once more, given all others.
+    `draft`: keep this one's draft (`round_draft`) and find the residual alone; draft_error is then the draft's.
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.
     """
+    factor = hessian if isinstance(hessian, Factor) else prepare(hessian, damping)
+    return _round(weight, factor, draft_bits, residual_bits, residual_group, threads, refine, 2 if draft else 3, draft)
+
+
+def round_draft(
+    weight: torch.Tensor | npt.NDArray[np.float32],
+    factor: Factor,
+    *,
+    draft_bits: int = 2,
+    residual_bits: int = 6,
+    threads: int = 1,
+    refine: bool = True,
+) -> Rounded:
+    """The draft of `round_matrix` alone, with an empty residual; its lattice leaves room for `residual_bits`."""
+    return _round(weight, factor, draft_bits, residual_bits, COLS, threads, refine, 1, None)
+
+
+def _round(
+    weight: torch.Tensor | npt.NDArray[np.float32],
+    factor: Factor,
+    draft_bits: int,
+    residual_bits: int,
+    residual_group: int,
+    threads: int,
+    refine: bool,
+    steps: int,
+    draft: Rounded | None,
+) -> Rounded:
     if (draft_bits, residual_bits) not in KINDS or residual_group not in RESIDUAL_GROUPS:
         raise ValueError(f"no lattice for {draft_bits}+{residual_bits} bits, groups of {residual_group}")
-    factor = hessian if isinstance(hessian, Factor) else prepare(hessian, damping)
     array = weight.detach().numpy() if isinstance(weight, torch.Tensor) else weight
     array = np.ascontiguousarray(array, np.float32)
     rows, cols = array.shape
@@ -191,15 +260,23 @@ def round_matrix(
         row = int(np.flatnonzero(~np.isfinite(array).all(axis=1))[0])
         raise CheckpointError(f"row {row} holds a weight that is not finite")
     groups, residual_groups = ceil_div(cols, COLS), ceil_div(cols, residual_group)
-    codes, residual = np.empty((rows, cols), np.uint8), np.empty((rows, cols), np.int16)
-    s, m = np.empty((rows, groups), np.uint8), np.empty((rows, groups), np.int8)
-    f = np.empty((rows, residual_groups), np.uint8)
+    codes, s, m = (
+        np.empty((rows, cols), np.uint8),
+        np.empty((rows, groups), np.uint8),
+        np.empty((rows, groups), np.int8),
+    )
     row_scale, row_a, row_b = np.empty(rows, np.float32), np.empty(rows, np.uint8), np.empty(rows, np.int8)
+    if draft is not None:
+        codes[:], s[:], m[:] = draft.codes, draft.s, draft.m
+        row_scale[:], row_a[:], row_b[:] = draft.row_scale, draft.row_a, draft.row_b
+    keep = bool(steps & 2)
+    residual = np.empty((rows, cols if keep else 0), np.int16)
+    f = np.empty((rows, residual_groups if keep else 0), np.uint8)
     errors = np.empty((rows, 3), np.float64)
     task = ffi.new("tb_rounding *")
     task.rows, task.cols, task.padded = rows, cols, factor.padded
     task.draft_bits, task.residual_bits, task.residual_group = draft_bits, residual_bits, residual_group
-    task.range = range_limit(draft_bits, residual_bits)
+    task.range, task.steps = range_limit(draft_bits, residual_bits), steps
     pointers: dict[str, npt.NDArray[Any]] = {
         "weight": array, "energy": factor.energy, "codes": codes, "s": s, "m": m, "row_scale": row_scale,
         "row_a": row_a, "row_b": row_b, "residual": residual, "f": f, "errors": errors,
@@ -207,7 +284,13 @@ def round_matrix(
     if factor.factor is not None:
         pointers["factor"] = factor.factor
         task.stride = factor.factor.shape[1]
-    if refine and factor.hessian is not None and factor.local is not None and factor.local_energy is not None:
+    if (
+        refine
+        and steps & 1
+        and factor.hessian is not None
+        and factor.local is not None
+        and factor.local_energy is not None
+    ):
         pointers |= {"hessian": factor.hessian, "local": factor.local, "local_energy": factor.local_energy}
         task.hessian_stride, task.hessian_scale, task.damping = factor.padded, factor.scale, factor.damping
     for name, values in pointers.items():
@@ -220,7 +303,11 @@ def round_matrix(
 
     with ThreadPoolExecutor(max(threads, 1)) as pool:
         list(pool.map(work, range(0, rows, ROWS_PER_TASK)))
-    draft, full, energy = (float(sum(errors[:, i].tolist())) for i in range(3))
+    sums = [float(sum(errors[:, i].tolist())) for i in range(3)]
+
+    def root(i: int) -> float:
+        return (sums[i] / sums[2]) ** 0.5 if sums[2] > 0 else 0.0
+
     return Rounded(
         draft_bits=draft_bits,
         residual_bits=residual_bits,
@@ -233,7 +320,7 @@ def round_matrix(
         row_b=row_b,
         residual=residual,
         f=f,
-        draft_error=(draft / energy) ** 0.5 if energy > 0 else 0.0,
-        full_error=(full / energy) ** 0.5 if energy > 0 else 0.0,
+        draft_error=draft.draft_error if draft is not None else root(0),
+        full_error=root(1),
         note=factor.note,
     )

@@ -36,7 +36,7 @@ class States:
 
     def __init__(self, folder: Path, owner: str, lengths: Sequence[int], hidden: int, name: str = "states") -> None:
         """owner: a hash of all that the states depend on; lengths: tokens of every sequence; name: of this stream."""
-        self._folder, self._name, self._hidden = folder, name, hidden
+        self.folder, self._name, self._hidden = folder, name, hidden
         self._owner: dict[str, Any] = {"owner": owner, "lengths": list(lengths), "hidden": hidden}
         self._shapes = [(n, hidden) for n in lengths]
         self._offsets = [0, *(4 * hidden * np.cumsum(lengths)).tolist()]
@@ -45,14 +45,14 @@ class States:
 
     def of(self, name: str, lengths: Sequence[int]) -> States:
         """Another stream of the same run."""
-        return States(self._folder, self._owner["owner"], lengths, self._hidden, name)
+        return States(self.folder, self._owner["owner"], lengths, self._hidden, name)
 
     def resume(self, at_most: int) -> bool:
         """Takes up the states of the last layer <= at_most that are there and whole; False: there are none."""
-        with writing(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(rf"{re.escape(self._name)}-(\d{{5}})\.bin")
-        found = sorted(int(match[1]) for match in map(pattern.fullmatch, os.listdir(self._folder)) if match)
+        found = sorted(int(match[1]) for match in map(pattern.fullmatch, os.listdir(self.folder)) if match)
         self.layer = next((i for i in reversed(found) if i <= at_most and self._whole(i)), -1)
         for layer in found:
             if layer != self.layer:
@@ -94,14 +94,14 @@ class States:
 
     def remove(self) -> None:
         """Deletes the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self, layer: int, i: int) -> np.ndarray:
         count = self._shapes[i][0] * self._shapes[i][1]
         return np.fromfile(self._path(layer), "<f4", count, offset=self._offsets[i]).reshape(self._shapes[i])
 
     def _path(self, layer: int, suffix: str = "bin") -> Path:
-        return self._folder / f"{self._name}-{layer:05d}.{suffix}"
+        return self.folder / f"{self._name}-{layer:05d}.{suffix}"
 
     def _whole(self, layer: int) -> bool:
         try:
