@@ -159,9 +159,9 @@ def test_killed_runs_go_on(
 ) -> None:
     out, told = copied(killed, tmp_path), Recorder()
     passed: list[int] = []
-    layer = Decoder.layer
+    gated = Decoder.gated
     monkeypatch.setattr(
-        Decoder, "layer", lambda self, index, *a, **k: passed.append(index) or layer(self, index, *a, **k)
+        Decoder, "gated", lambda self, index, *a, **k: passed.append(index) or gated(self, index, *a, **k)
     )
     quantize(source, out, options(threads=2), told)
     assert set(passed) == {1}  # what is done is not gone through again
