@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from twobit.architecture import Architecture
 from twobit.quant import decoder
 from twobit.quant.decoder import Cache, Decoder, RuntimeRounding, round_activations
+from twobit.quant.tune import drafting
 
 TOKENS = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -250,3 +251,27 @@ def test_rounded_cache_holds_fp16_values(checkpoints: Any) -> None:
         for layer in range(len(model.architecture.layers)):
             for held in kept._layers[layer]:
                 assert torch.equal(held.half().float(), held) == exact
+
+
+@pytest.mark.parametrize(("variant", "first"), [("llama", 0), ("gemma2", 3), ("gemma3_text", 5), ("qwen3", 7)])
+def test_drafting_attends_to_the_verifiers_cache(checkpoints: Any, variant: str, first: int) -> None:
+    """All blocks at once, against one block after another on a copy of the verifier's cache, with other weights."""
+    model = load(checkpoints(variant))
+    generator = torch.Generator().manual_seed(2)
+    draft = Decoder(
+        model.architecture,
+        {name: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for name, w in model._weights.items()},
+    )
+    tokens, cache = TOKENS[:60], Cache()
+    model.forward(tokens, cache)
+    x = draft.embed(tokens)
+    for layer in model.architecture.layers:
+        x = draft.layer(layer.index, x, attend=drafting(*cache.of(layer.index), block=8, first=first))
+    logits = draft.head(x)
+    starts = [*range(first - 8 if first else 0, len(tokens), 8)]
+    for start in starts:
+        block, end = max(start, 0), min(start + 8, len(tokens))
+        kept = Cache()
+        model.forward(tokens, kept)
+        kept.truncate(block)
+        assert (draft.forward(tokens[block:end], kept) - logits[block:end]).abs().max() < 1e-4, start

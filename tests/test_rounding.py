@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from twobit.errors import CalibrationError, CheckpointError
 from twobit.format.layout import check_matrix, check_rows, dequantize, pack, unpack
 from twobit.quant import rounding
-from twobit.quant.rounding import Rounded, identity, prepare, round_matrix
+from twobit.quant.rounding import Rounded, identity, prepare, round_draft, round_matrix
 
 KINDS = [(2, 6), (3, 6), (4, 4), (2, 8), (3, 8), (4, 6)]
 PLANES = ("codes", "s", "m", "row_scale", "row_a", "row_b", "residual", "f")
@@ -354,3 +354,31 @@ def test_subnormal_bf16_weights_do_not_disturb_the_others() -> None:
 def test_lattices_that_do_not_exist_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no lattice"):
         round_matrix(weights(2, 16), identity(16), **options)
+
+
+@pytest.mark.parametrize(("draft_bits", "residual_bits"), KINDS)
+def test_draft_and_residual_one_after_the_other(draft_bits: int, residual_bits: int) -> None:
+    """The same bytes as both at once; and the residual brings back a weight that the draft was not made for."""
+    w, factor = weights(40, 100), prepare(hessian(100))
+    w[7] = 0
+    kind = {"draft_bits": draft_bits, "residual_bits": residual_bits}
+    draft = round_draft(w, factor, **kind)
+    assert_same(round_matrix(w, factor, draft=draft, **kind), round_matrix(w, factor, **kind))
+    two = draft.draft_weights().numpy()
+    whole = round_matrix(w, factor, draft=draft, **kind)
+    assert np.allclose(two, dequantize(whole)[0], rtol=1e-6, atol=0)
+    other = w + 0.02 * weights(40, 100, seed=1)
+    again = round_matrix(other, factor, draft=draft, **kind)
+    assert_valid(again)
+    assert np.allclose(two[np.arange(40) != 7], dequantize(again)[0][np.arange(40) != 7], rtol=1e-6, atol=0)
+    assert again.full_error < 4 * whole.full_error < 0.05
+
+
+def test_a_residual_has_the_same_bytes_on_every_level_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, factor = weights(70, 90), prepare(hessian(90))
+    draft = round_draft(w * 0.9, factor)
+    first = round_matrix(w, factor, draft=draft)
+    monkeypatch.setattr(rounding, "ROWS_PER_TASK", 64)
+    assert_same(round_matrix(w, factor, draft=draft, threads=3), first)
+    monkeypatch.setattr(rounding, "cpu_level", lambda: "generic")
+    assert_same(round_matrix(w, factor, draft=round_draft(w * 0.9, factor)), first)
