@@ -220,7 +220,7 @@ def test_large_activations(source: Path, encode: Encoder, scale: float, fits: bo
             states.layer(1, weights, lambda part, statistics: found.append(statistics) or {})
             assert all(bool(s.hessian.isfinite().all() and s.cross.isfinite().all()) for s in found)
         else:
-            with pytest.raises(CalibrationError, match="layer 1: out activations are not finite"):
+            with pytest.raises(CalibrationError, match="layer 1: output activations are not finite"):
                 states.layer(1, weights, lambda part, statistics: {})
 
 

@@ -35,7 +35,7 @@ SEQUENCE = 512  # tokens
 DEFAULT_TOKENS = 24_576
 MIN_SEQUENCE = 16  # tokens; a shorter rest of a document is left out
 CHUNK_TOKENS = 2048  # tokens whose inputs are kept until they are added to the Hessians
-SCRATCH_MEMORY = 4_000_000_000  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
+SCRATCH_MEMORY = 0  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
 PULL = 0.5  # how much of the draft's distance from the verifier's stream o and down are asked to make good
 PANEL = 256  # rows of a Hessian that one task sums
 SHARED = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", "down": "down"}
@@ -411,7 +411,7 @@ class _LayerSteps:
         gated = self._decoder.gated(self._index, middle, self._weights)
         keys, values = cache.of(self._index)
         found = {"keys": keys, "values": values, "middle": middle}
-        found["out"] = self._decoder.after_ffn(self._index, middle, gated, self._weights)
+        found["output"] = self._decoder.after_ffn(self._index, middle, gated, self._weights)
         for part, inputs in (("o", mixed), ("down", gated)):
             found[part] = inputs @ self._weights[self._output[part]].T
             if self._pulled[part]:  # the draft adds to its own stream, from which it has to come back
@@ -453,7 +453,7 @@ class _LayerSteps:
         import torch
 
         draft = self._decoder.after_ffn(self._index, scratch.take("draft"), scratch.take("gated"), self.draft)
-        return torch.stack((scratch.take("out"), draft), 1)
+        return torch.stack((scratch.take("output"), draft), 1)
 
 
 class _Scratch:

@@ -174,9 +174,18 @@ def targets(
     def target(weight: torch.Tensor) -> torch.Tensor:
         there = weight.to(root.device)
         missing = solve(cross - there @ hessian) if through is None else there @ through
-        return weight + missing.to(weight.device)
+        return weight + _alive(weight) * missing.to(weight.device)
 
     return target
+
+
+def _alive(weight: torch.Tensor) -> torch.Tensor:
+    """0 for weights in groups that the rounding takes for zeros, else 1."""
+    rows, cols = weight.shape
+    size = torch.nn.functional.pad(weight.abs(), (0, -cols % COLS)).unflatten(1, (-1, COLS)).amax(2)
+    most = size.amax(1, keepdim=True)
+    alive = (most >= 1e-30) & (size >= most * 2.0**-40)
+    return alive.repeat_interleave(COLS, 1)[:, :cols].float()
 
 
 def _block_factors(
