@@ -181,7 +181,7 @@ def targets(
 
 def _alive(weight: torch.Tensor) -> torch.Tensor:
     """0 for weights in groups that the rounding takes for zeros, else 1."""
-    rows, cols = weight.shape
+    cols = weight.shape[1]
     size = torch.nn.functional.pad(weight.abs(), (0, -cols % COLS)).unflatten(1, (-1, COLS)).amax(2)
     most = size.amax(1, keepdim=True)
     alive = (most >= 1e-30) & (size >= most * 2.0**-40)
