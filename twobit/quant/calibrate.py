@@ -470,8 +470,8 @@ class _Scratch:
             return
         self._shapes[name] = tuple(value.shape)
         path = self._path(name)
-        with writing(path):
-            value.contiguous().cpu().numpy().tofile(path)
+        with writing(path), open(path, "wb") as file:
+            file.write(value.contiguous().cpu().numpy().data)
 
     def get(self, name: str) -> torch.Tensor:
         import torch
