@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twobit.quant.source import Checkpoint
 
 DEVICES = ("cpu", "cuda")
-BASE_MEMORY = 600_000_000  # bytes: interpreter, torch, tokenizer, read buffers
+BASE_MEMORY = 800_000_000  # bytes: interpreter, torch, tokenizer, read buffers
 CHUNK_WEIGHTS = 1 << 22  # weights of a head or an embedding that are worked on at a time
 
 
