@@ -23,7 +23,7 @@ KERNELS = (
 
 
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    model: options.ModelName,
     prompt: Annotated[
         str, typer.Option("-p", metavar="N,...", help="Prompts of so many tokens to evaluate; 0: none")
     ] = "512",

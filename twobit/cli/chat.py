@@ -30,23 +30,16 @@ KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer; a line
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
-    system: Annotated[str | None, typer.Option("-s", "--system", metavar="SYSTEM", help="System message")] = None,
+    model: options.ModelName,
+    system: options.SystemMessage = None,
     n: Annotated[
         int | None, typer.Option("-n", metavar="N", help="Most tokens of an answer [all the context holds]")
     ] = None,
     ctx: Annotated[int | None, typer.Option("--ctx", metavar="N", help="Context in tokens [8192]")] = None,
-    temp: Annotated[
-        float | None,
-        typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
-    ] = None,
+    temp: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     repeat_penalty: Annotated[
         float | None,
         typer.Option("--repeat-penalty", metavar="R", help="Divide recent tokens' logits by R [1: none]"),
@@ -58,10 +51,8 @@ def chat(
     device: Annotated[
         str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run [auto]")
     ] = "auto",
-    threads: Annotated[
-        int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
-    ] = None,
-    mlock: Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")] = False,
+    threads: options.Threads = None,
+    mlock: options.Mlock = False,
 ) -> int:
     """Talk with a model. What was said before is not evaluated again.
 

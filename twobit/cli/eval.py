@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def eval(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    model: options.ModelName,
     reference: Annotated[
         str, typer.Option("--reference", metavar="SRC", help="Folder of the checkpoint that MODEL was made from")
     ],

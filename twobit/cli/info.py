@@ -18,7 +18,7 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def info(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    model: options.ModelName,
     check: Annotated[bool, typer.Option("--check", help="Read every byte and compare it with its checksum")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> int:

@@ -7,7 +7,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from twobit.errors import UsageError
 
@@ -22,6 +24,22 @@ MAX_DRAFT = 63
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_VALUE = 1e6  # of temperatures, penalties and biases: far beyond use, far from overflow
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")]
+SystemMessage = Annotated[str | None, typer.Option("-s", "--system", metavar="SYSTEM", help="System message")]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
+]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")]
+TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
+]
+Threads = Annotated[
+    int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
+]
+Mlock = Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")]
 
 _HUB_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 

@@ -43,9 +43,7 @@ def quantize(
         int | None, typer.Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
-    threads: Annotated[
-        int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
-    ] = None,
+    threads: options.Threads = None,
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where torch computes")] = "cpu",
     spill_dir: Annotated[
         str | None,

@@ -16,25 +16,18 @@ from twobit.runtime.tokenizer import Tokenizer
 
 
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")],
+    model: options.ModelName,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads standard input")],
     n: Annotated[int | None, typer.Option("-n", metavar="N", help="Most new tokens [all the context holds]")] = None,
     ctx: Annotated[
         int | None, typer.Option("--ctx", metavar="N", help="Context in tokens [8192, more for a longer prompt]")
     ] = None,
-    system: Annotated[str | None, typer.Option("-s", "--system", metavar="SYSTEM", help="System message")] = None,
+    system: options.SystemMessage = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template")] = False,
-    temp: Annotated[
-        float | None,
-        typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
-    ] = None,
+    temp: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", metavar="R", help="1 is none")] = 1.0,
     presence_penalty: Annotated[float, typer.Option("--presence-penalty", metavar="R", help="0 is none")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", metavar="R", help="0 is none")] = 0.0,
@@ -58,10 +51,8 @@ def run(
     ] = None,
     draft_only: Annotated[bool, typer.Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
     device: Annotated[str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
-    ] = None,
-    mlock: Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")] = False,
+    threads: options.Threads = None,
+    mlock: options.Mlock = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say more about speed on stderr")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids of prompt and answer")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
