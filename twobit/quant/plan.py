@@ -14,7 +14,7 @@ from twobit.errors import FormatError, RuntimeFailure, UsageError
 from twobit.format.writer import check_output, check_replaceable, required_bytes
 from twobit.memory import address_space
 from twobit.quant import allocate, calibrate
-from twobit.quant.recipe import Recipe
+from twobit.quant.recipe import Recipe, entries
 from twobit.quant.states import spill_bytes
 
 if TYPE_CHECKING:
@@ -150,22 +150,12 @@ def matrices(architecture: Architecture) -> Iterator[TensorSpec]:
 
 def manifest(checkpoint: Checkpoint, recipe: Recipe) -> Manifest:
     """What the model will hold, without checksums."""
-    from twobit.format.manifest import Manifest, TensorEntry
+    from twobit.format.manifest import Manifest
 
     architecture = checkpoint.architecture
-    entries: dict[str, TensorEntry] = {}
-    for spec in architecture.tensors():
-        if spec.role in ("linear", "head"):
-            bits = recipe.bits(spec.module, spec.role)
-            which = "wide" if bits.wide else "narrow"
-            entries[spec.module] = TensorEntry("matrix", spec.shape, {}, bits.draft, bits.residual, bits.group, which)
-        elif spec.role == "embedding":
-            if not architecture.tied:
-                entries[spec.module] = TensorEntry("embedding", spec.shape, {})
-        else:
-            entries[spec.name] = TensorEntry("plain", spec.shape, {}, dtype=checkpoint.dtype(spec))
+    found = entries(architecture, recipe, checkpoint.dtype)
     specs = [s for s in architecture.tensors() if not (architecture.tied and s.role == "head")]
-    return Manifest(architecture.family, sum(math.prod(s.shape) for s in specs), entries)
+    return Manifest(architecture.family, sum(math.prod(s.shape) for s in specs), found)
 
 
 def spilled_bytes(architecture: Architecture, tokens: int) -> int:

@@ -7,13 +7,15 @@ change single matrices. An untied input embedding is int8 with an fp16 scale per
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import UsageError
 from twobit.format.layout import KINDS
+from twobit.format.manifest import TensorEntry
 
 _RULE = re.compile(r"(?P<pattern>.+)=(?P<draft>\d+)\+(?P<residual>\d+)", re.S)
 
@@ -103,3 +105,22 @@ class Recipe:
             "residual_group": self.residual_group,
             "rules": [str(rule) for rule in self.rules],
         }
+
+
+def entries(
+    architecture: Architecture, recipe: Recipe, dtype: Callable[[TensorSpec], str] = lambda spec: "F32"
+) -> dict[str, TensorEntry]:
+    """What a model made by `recipe` holds, in the model's order, without checksums. dtype: of a tensor that is stored
+    as it came."""
+    found: dict[str, TensorEntry] = {}
+    for spec in architecture.tensors():
+        if spec.role in ("linear", "head"):
+            bits = recipe.bits(spec.module, spec.role)
+            which = "wide" if bits.wide else "narrow"
+            found[spec.module] = TensorEntry("matrix", spec.shape, {}, bits.draft, bits.residual, bits.group, which)
+        elif spec.role == "embedding":
+            if not architecture.tied:
+                found[spec.module] = TensorEntry("embedding", spec.shape, {})
+        else:
+            found[spec.name] = TensorEntry("plain", spec.shape, {}, dtype=dtype(spec))
+    return found
