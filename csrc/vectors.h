@@ -23,6 +23,14 @@
 #define KEEP(v) __asm__("" : "+x"(v))
 #endif
 
+/* acc += p in the register of acc. What gcc makes of the intrinsic is an addition into the register of p and a move back, and moves
+ * of vectors are not free: on Skylake-SP the multiply probe loses a third to them. */
+#ifdef __AVX512VL__
+#define INTO(op, acc, p) __asm__(op " %1, %0, %0" : "+v"(acc) : "v"(p))
+#else
+#define INTO(op, acc, p) __asm__(op " %1, %0, %0" : "+x"(acc) : "x"(p))
+#endif
+
 #ifdef __AVX512BW__
 
 #define OP(name) _mm512_##name
@@ -134,7 +142,12 @@ INLINE vec dpbusd(vec acc, vec a, vec b) { return OP(dpbusd_epi32)(acc, a, b); }
 INLINE vec dpwssd(vec acc, vec a, vec b) { return _mm256_dpwssd_avx_epi32(acc, a, b); }
 INLINE vec dpbusd(vec acc, vec a, vec b) { return _mm256_dpbusd_avx_epi32(acc, a, b); }
 #else
-INLINE vec dpwssd(vec acc, vec a, vec b) { return OP(add_epi32)(acc, OP(madd_epi16)(a, b)); }
+INLINE vec dpwssd(vec acc, vec a, vec b)
+{
+    const vec p = OP(madd_epi16)(a, b);
+    INTO("vpaddd", acc, p);
+    return acc;
+}
 #ifdef TB_VNNI_EMULATED
 #define TB_VNNI 1
 INLINE vec dpbusd(vec acc, vec a, vec b)
