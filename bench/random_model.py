@@ -3,8 +3,7 @@
 
     python bench/random_model.py CHECKPOINT OUT [--rule PATTERN=BITS] [--seed 0]
 
-CHECKPOINT needs config.json and the tokenizer's files, no weights. Every bit of the codes is random; the rows' scales
-give weights the size that keeps activations where a trained model has them. A minute per billion weights.
+CHECKPOINT needs config.json and the tokenizer's files, no weights. A minute per billion weights.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from twobit.architecture import Architecture, TensorSpec
-from twobit.format import layout
+from twobit.architecture import Architecture
 from twobit.format.manifest import parse_json
 from twobit.format.writer import ModelWriter, PackedTensor
-from twobit.quant.recipe import Bits, Recipe, Rule
+from twobit.quant.recipe import Recipe, Rule, entries
+from twobit.synthetic import matrix_planes
 
 FILES = (
     "tokenizer.json",
@@ -27,26 +26,6 @@ FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-
-
-def matrix(spec: TensorSpec, bits: Bits, rng: np.random.Generator) -> PackedTensor:
-    """Random codes; q takes about two thirds of its range, which U scales to a square mean of 1 / columns."""
-    rows, cols = spec.shape
-    planes = {
-        name: rng.integers(0, 256, size, dtype=np.uint8)
-        for name, size in layout.plane_sizes(rows, cols, bits.draft, bits.residual, bits.group).items()
-    }
-    kind = layout.KINDS[bits.draft, bits.residual]
-    limit = layout.Q_WIDE if kind.wide else layout.Q_NARROW
-    left = limit - 15 * (1 << (bits.residual - 1))
-    a = min((2 * left // 3) // (15 * ((1 << bits.draft) - 1)) >> kind.shift, 17) << kind.shift
-    scale = np.zeros(planes["row_scale"].size // 4, np.float32)
-    scale[:rows] = 2.0 / limit / np.sqrt(cols)
-    planes["row_scale"] = scale.view(np.uint8)
-    used = np.arange(planes["row_a"].size) < rows
-    planes["row_a"] = np.where(used, a, 0).astype(np.uint8)
-    planes["row_b"] = np.where(used, left // 24, 0).astype(np.uint8)
-    return PackedTensor.from_planes(planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide)
 
 
 def main() -> None:
@@ -60,7 +39,7 @@ def main() -> None:
     config = parse_json((args.checkpoint / "config.json").read_bytes(), "config.json")
     architecture = Architecture.from_config(config)
     recipe = Recipe(rules=tuple(Rule.parse(text) for text in args.rule))
-    specs = architecture.tensors()
+    specs, wanted = architecture.tensors(), entries(architecture, recipe)
     count = sum(int(np.prod(spec.shape)) for spec in specs)
     keys = []
     with ModelWriter(args.out, {"random": args.seed}, restart=True) as writer:
@@ -71,7 +50,12 @@ def main() -> None:
                 weight = rng.standard_normal(spec.shape, dtype=np.float32)
                 stored = {spec.module: PackedTensor.embedding(weight * np.float32(0.02))}
             elif len(spec.shape) == 2:
-                stored = {spec.module: matrix(spec, recipe.bits(spec.module, spec.role), rng)}
+                bits, entry = recipe.bits(spec.module, spec.role), wanted[spec.module]
+                planes = matrix_planes(entry, rng)
+                packed = PackedTensor.from_planes(
+                    planes, spec.shape, bits.draft, bits.residual, bits.group, wide=bits.wide
+                )
+                stored = {spec.module: packed}
             else:
                 fill = 0.0 if spec.name.endswith("bias") else 1.0
                 stored = {spec.name: PackedTensor.plain(np.full(spec.shape, fill, np.float32), "F32", spec.shape)}

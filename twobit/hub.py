@@ -651,10 +651,16 @@ def state_folder() -> Path:
 def describe(repository: str, revision: str | None = None) -> tuple[Manifest, dict[str, int]]:
     """Manifest and shard sizes in bytes of a model on the Hub. config.json and the index are downloaded, of the shards
     only the headers (HTTP range requests)."""
+    folder = config_of(repository, revision)
     with _told(Progress()):
-        folder = _snapshot(repository, revision, ["config.json", INDEX_NAME])
         _refuse_others(folder, repository)
         return reader.check_headers(folder, lambda file: _remote_header(repository, folder.name, file))
+
+
+def config_of(repository: str, revision: str | None = None) -> Path:
+    """A folder of the Hub's cache with the config.json and the index of any repository, and perhaps more."""
+    with _told(Progress()):
+        return _snapshot(repository, revision, ["config.json", INDEX_NAME])
 
 
 def _remote_header(repository: str, commit: str, file: str) -> Header:

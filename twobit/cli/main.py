@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "Continue a prompt, or answer it, with lossless drafting",
     "chat": "Talk with a model in the terminal",
     "info": "Show what a twobit model holds",
+    "plan": "Predict where a model would lie on given hardware, and how fast it would be",
     "push": "Upload a model to the Hugging Face Hub",
     "bench": "Measure speeds, and how near the kernels come to the roofline",
     "eval": "Measure a model against the checkpoint it was made from",

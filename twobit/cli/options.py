@@ -135,6 +135,15 @@ def integer(name: str, value: int, low: int, high: int | None = None) -> int:
     raise UsageError(f"{name} {value} is not possible: it must be {bounds}")
 
 
+def size(name: str, text: str) -> int:
+    """Bytes of `24GB`, `24GiB`, `500MB` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", text.strip().lower(), re.ASCII)
+    unit = "" if match is None else match[2]
+    if match is None or (match[3] and not unit) or float(match[1]) > 1e15:
+        raise UsageError(f"{name} {text} is not possible: it must be a size such as 24GB or 24GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(unit or " "))
+
+
 def device(name: str) -> str:
     """The device that --device means."""
     if name not in DEVICES:

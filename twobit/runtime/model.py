@@ -19,10 +19,11 @@ _ACTIVATIONS = {"silu": "TB_ACT_SILU", "gelu_tanh": "TB_ACT_GELU_TANH", "gelu": 
 class Model:
     """An opened twobit model, ready for sessions. Weights are mapped read-only, never copied."""
 
-    def __init__(self, packed: PackedModel) -> None:
+    def __init__(self, packed: PackedModel, architecture: Architecture | None = None) -> None:
+        """architecture: read from config.json if not given."""
         self.packed = packed
         self.config = packed.config
-        self.architecture = Architecture.from_config(packed.config, str(packed.path / "config.json"))
+        self.architecture = architecture or Architecture.from_config(packed.config, str(packed.path / "config.json"))
         self.vocab = self.architecture.vocab
         self.draft_only = not any(name.endswith(".residual_codes") for name in packed.planes)
         self.level = cpu_level()
