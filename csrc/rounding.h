@@ -36,11 +36,13 @@ typedef struct tb_rounding {
     double *errors;            /* out [rows, 3]: e H e^T of the draft, of the full weights, and w H w^T */
 } tb_rounding;
 
-/* Rounds rows [first, last). level 0: portable code, 1: the best the processor has (the same bytes). 0, or -1: no memory. */
+/* Rounds rows [first, last). level 0: portable code, 1: AVX2 or NEON, 2: the best the processor has
+ * (the same bytes). 0, or -1: no memory. */
 int tb_round_rows(const tb_rounding *r, int32_t first, int32_t last, int32_t level);
 /* cdef-end */
 
 int tb_round_rows_generic(const tb_rounding *r, int32_t first, int32_t last);
 int tb_round_rows_avx2(const tb_rounding *r, int32_t first, int32_t last);
+int tb_round_rows_avx512(const tb_rounding *r, int32_t first, int32_t last);
 int tb_round_rows_neon(const tb_rounding *r, int32_t first, int32_t last);
 #endif

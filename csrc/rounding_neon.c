@@ -4,22 +4,25 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
-typedef struct v8 {
-    float32x4_t a, b;
-} v8;
+typedef struct v16 {
+    float32x4_t part[4];
+} v16;
 
-static inline v8 v8_load(const float *p) { return (v8){vld1q_f32(p), vld1q_f32(p + 4)}; }
-static inline void v8_store(float *p, v8 x) { vst1q_f32(p, x.a); vst1q_f32(p + 4, x.b); }
-static inline v8 v8_set(float x) { return (v8){vdupq_n_f32(x), vdupq_n_f32(x)}; }
-static inline v8 v8_add(v8 x, v8 y) { return (v8){vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
-static inline v8 v8_sub(v8 x, v8 y) { return (v8){vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
-static inline v8 v8_mul(v8 x, v8 y) { return (v8){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
-static inline v8 v8_fma(v8 x, v8 y, v8 z) { return (v8){vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
+#define EACH for (int i = 0; i < 4; i++)
+
+static inline v16 v16_load(const float *p) { v16 r; EACH r.part[i] = vld1q_f32(p + 4 * i); return r; }
+static inline void v16_store(float *p, v16 x) { EACH vst1q_f32(p + 4 * i, x.part[i]); }
+static inline v16 v16_set(float x) { v16 r; EACH r.part[i] = vdupq_n_f32(x); return r; }
+static inline v16 v16_add(v16 x, v16 y) { EACH x.part[i] = vaddq_f32(x.part[i], y.part[i]); return x; }
+static inline v16 v16_sub(v16 x, v16 y) { EACH x.part[i] = vsubq_f32(x.part[i], y.part[i]); return x; }
+static inline v16 v16_mul(v16 x, v16 y) { EACH x.part[i] = vmulq_f32(x.part[i], y.part[i]); return x; }
+static inline v16 v16_fma(v16 x, v16 y, v16 z) { EACH z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]); return z; }
 /* where a < b: x, elsewhere y */
-static inline v8 v8_if_less(v8 a, v8 b, v8 x, v8 y) { return (v8){vbslq_f32(vcltq_f32(a.a, b.a), x.a, y.a), vbslq_f32(vcltq_f32(a.b, b.b), x.b, y.b)}; }
-static inline v8 v8_min(v8 x, v8 y) { return v8_if_less(x, y, x, y); }
-static inline v8 v8_max(v8 x, v8 y) { return v8_if_less(y, x, x, y); }
+static inline v16 v16_if_less(v16 a, v16 b, v16 x, v16 y) { EACH x.part[i] = vbslq_f32(vcltq_f32(a.part[i], b.part[i]), x.part[i], y.part[i]); return x; }
+static inline v16 v16_min(v16 x, v16 y) { return v16_if_less(x, y, x, y); }
+static inline v16 v16_max(v16 x, v16 y) { return v16_if_less(y, x, x, y); }
 
+#define AT_ONCE 4
 #define ROUND_ROWS tb_round_rows_neon
 #include "rounding_body.inc"
 #else

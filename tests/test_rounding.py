@@ -131,9 +131,10 @@ def test_threads_row_split_and_instruction_set_do_not_change_a_byte(monkeypatch:
         part = round_matrix(w[37:58], factor, **options)
         for name in PLANES:
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[37:58])
-        with monkeypatch.context() as patch:
-            patch.setattr(rounding, "cpu_level", lambda: "generic")
-            assert_same(round_matrix(w, factor, **options), whole)
+        for level in ("generic", "avx2"):
+            with monkeypatch.context() as patch:
+                patch.setattr(rounding, "cpu_level", lambda level=level: level)
+                assert_same(round_matrix(w, factor, **options), whole)
 
 
 def test_scaling_the_weights_by_a_power_of_two_scales_the_row_scales_only() -> None:
@@ -380,5 +381,6 @@ def test_a_residual_has_the_same_bytes_on_every_level_and_split(monkeypatch: pyt
     first = round_matrix(w, factor, draft=draft)
     monkeypatch.setattr(rounding, "ROWS_PER_TASK", 64)
     assert_same(round_matrix(w, factor, draft=draft, threads=3), first)
-    monkeypatch.setattr(rounding, "cpu_level", lambda: "generic")
-    assert_same(round_matrix(w, factor, draft=round_draft(w * 0.9, factor)), first)
+    for level in ("generic", "avx2"):
+        monkeypatch.setattr(rounding, "cpu_level", lambda level=level: level)
+        assert_same(round_matrix(w, factor, draft=round_draft(w * 0.9, factor)), first)

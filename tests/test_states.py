@@ -80,7 +80,7 @@ def test_damaged_and_foreign_states_are_left_out(states: States, tmp_path: Path,
         file.write_bytes(data[:-1])
     elif damage == "longer record":
         values = json.loads(record.read_text())
-        record.write_text(json.dumps(values | {"sha256": values["sha256"] * 2}))
+        record.write_text(json.dumps(values | {"crc32": values["crc32"] * 2}))
     elif damage == "no record":
         record.unlink()
     elif damage == "not JSON":

@@ -35,7 +35,7 @@ SEQUENCE = 512  # tokens
 DEFAULT_TOKENS = 24_576
 MIN_SEQUENCE = 16  # tokens; a shorter rest of a document is left out
 CHUNK_TOKENS = 2048  # tokens whose inputs are kept until they are added to the Hessians
-SCRATCH_MEMORY = 0  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
+SCRATCH_MEMORY = 512 << 20  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
 PULL = 0.5  # how much of the draft's distance from the verifier's stream o and down are asked to make good
 PANEL = 256  # rows of a Hessian that one task sums
 SHARED = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", "down": "down"}
@@ -271,7 +271,7 @@ class Activations:
         self._advance = advance
         self._states = states
         specs = self.architecture.tensors()
-        self._names = {(spec.layer, spec.part): spec.name for spec in specs if spec.role == "linear"}
+        self._biases = {(spec.layer, spec.part): spec.name for spec in specs if spec.role == "bias"}
         self._norms = {(spec.layer, spec.part) for spec in specs if spec.role == "norm"}
         if states.layer < 0:
             embedding = next(spec for spec in specs if spec.role == "embedding")
@@ -286,7 +286,7 @@ class Activations:
     def layer(self, index: int, weights: Mapping[str, torch.Tensor], choose: Choose) -> None:
         """Sends everything through layer `index`: the verifier with `weights`, the draft with what `choose` makes of
         them, called for "q", "o", "gate" and "down" in this order. CalibrationError where a value is not finite."""
-        steps = _LayerSteps(self._decoder, index, weights, self._names, self._norms)
+        steps = _LayerSteps(self._decoder, index, weights, self._biases, self._norms)
         where = f"layer {index}"
         scratch = [_Scratch(self._scratch, i, self.device) for i in range(len(self._lengths))]
 
@@ -304,7 +304,7 @@ class Activations:
         for part in ("q", "o", "gate", "down"):
 
             def inputs(i: int, part: str = part) -> tuple[torch.Tensor, torch.Tensor]:
-                return steps.inputs(part, self._read(i), scratch[i], i)
+                return steps.inputs(part, lambda: self._read(i), scratch[i], i)
 
             chosen = choose(part, self._statistics(inputs, part, where))
             steps.draft |= {name: weight.to(self.device) for name, weight in chosen.items()}
@@ -337,26 +337,28 @@ class Activations:
         import torch
 
         hessian, cross = torch.empty(0), torch.empty(0)
-        for chunk in self._chunks:
-            pairs = list(self._pool.map(inputs, chunk))
+        waiting = [self._pool.submit(inputs, i) for i in self._chunks[0]]
+        for following in [*self._chunks[1:], []]:
+            pairs = [job.result() for job in waiting]
+            waiting = [self._pool.submit(inputs, i) for i in following]  # while this chunk is summed
             self._check([{part: x} for x, _ in pairs], where)
             x, v = (torch.cat([pair[j] for pair in pairs]) for j in range(2))
+            del pairs
             if not len(hessian):
                 hessian, cross = (x.new_zeros(n, x.shape[1]) for n in (x.shape[1], v.shape[1]))
-            jobs = [self._pool.submit(_add_panel, hessian, x, x, first, True) for first in range(0, x.shape[1], PANEL)]
-            jobs += [self._pool.submit(_add_panel, cross, v, x, first, False) for first in range(0, v.shape[1], PANEL)]
+            jobs = [self._pool.submit(_add_panel, hessian, x, x, rows, True) for rows in _panels(x.shape[1])]
+            jobs += [self._pool.submit(_add_panel, cross, v, x, rows, False) for rows in _panels(v.shape[1])]
             for job in jobs:
                 job.result()
         _mirror(hessian)
         return Statistics(hessian, cross, part in ("o", "down"))
 
     def _check(self, inputs: Iterable[Mapping[str, torch.Tensor]], where: str) -> None:
-        import torch
-
         for values in inputs:
             for part, value in values.items():
-                # the sum of squares overflows only where the Hessian would
-                if not math.isfinite(float(value.square().sum(dtype=torch.float64))):
+                # the sum of squares overflows little before the Hessian would
+                flat = value.reshape(-1)
+                if not math.isfinite(float(flat.dot(flat))):
                     raise CalibrationError(
                         f"{where}: {part} activations are not finite in fp32 during calibration",
                         "the checkpoint is damaged, or its weights overflow; try `--calib` with other text",
@@ -390,11 +392,11 @@ class _LayerSteps:
         decoder: Decoder,
         index: int,
         weights: Mapping[str, torch.Tensor],
-        names: Mapping[tuple[int | None, str], str],
+        biases: Mapping[tuple[int | None, str], str],
         norms: set[tuple[int | None, str]],
     ) -> None:
         self._decoder, self._index, self._weights = decoder, index, weights
-        self._output = {part: names[index, part] for part in ("o", "down")}
+        self._bias = {part: biases.get((index, part)) for part in ("o", "down")}
         self._pulled = {
             "o": (index, "post_attention_norm") not in norms,
             "down": (index, "post_ffn_norm") not in norms,
@@ -405,37 +407,45 @@ class _LayerSteps:
         """Scratch of a sequence, with all that the draft needs of the verifier; x: its state [n, hidden]."""
         from twobit.quant.decoder import Cache
 
+        decoder, index, weights = self._decoder, self._index, self._weights
         cache = Cache()
-        mixed = self._decoder.mixed(self._index, x, self._weights, cache)
-        middle = self._decoder.after_attention(self._index, x, mixed, self._weights)
-        gated = self._decoder.gated(self._index, middle, self._weights)
-        keys, values = cache.of(self._index)
-        found = {"keys": keys, "values": values, "middle": middle}
-        found["output"] = self._decoder.after_ffn(self._index, middle, gated, self._weights)
-        for part, inputs in (("o", mixed), ("down", gated)):
-            found[part] = inputs @ self._weights[self._output[part]].T
-            if self._pulled[part]:  # the draft adds to its own stream, from which it has to come back
-                found[part] += PULL * (x if part == "o" else middle)
+        mixed = decoder.mixed(index, x, weights, cache)
+        answer = decoder.answer(index, "o", mixed, weights)
+        middle = decoder.joined_attention(index, x, answer, weights)
+        keys, values = cache.of(index)
+        found = {"keys": keys, "values": values, "middle": middle, "o": self._asked("o", answer, x)}
+        answer = decoder.answer(index, "down", decoder.gated(index, middle, weights), weights)
+        found["output"] = decoder.joined_ffn(index, middle, answer, weights)
+        found["down"] = self._asked("down", answer, middle)
         return found
 
+    def _asked(self, part: str, answer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What o or down should answer, without its bias: what it answered, and for a draft that adds to its own
+        stream part of the verifier's stream x, of which the draft's is taken later. `answer` is used up."""
+        if (bias := self._bias[part]) is not None:
+            answer -= self._weights[bias]
+        return answer.add_(x, alpha=PULL) if self._pulled[part] else answer
+
     def inputs(
-        self, part: str, state: torch.Tensor, scratch: _Scratch, first: int
+        self, part: str, read: Callable[[], torch.Tensor], scratch: _Scratch, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The draft's inputs of `part`, and V of `Statistics`. state: [n, 2, hidden]; first: where blocks begin."""
+        """The draft's inputs of `part`, and V of `Statistics`. read: gives the state [n, 2, hidden] that the sequence
+        entered with; first: where blocks begin."""
         decoder, index = self._decoder, self._index
-        x, draft = state[:, 0], state[:, 1]
         if part == "q":
+            x, draft = read().unbind(1)
             mine = decoder.normed(index, draft, "input_norm", self._weights)
             return mine, decoder.normed(index, x, "input_norm", self._weights) - mine
         if part == "o":
             from twobit.quant.tune import BLOCK, drafting
 
+            draft = read()[:, 1]
             attend = drafting(scratch.take("keys"), scratch.take("values"), first=first % BLOCK)
             mixed = decoder.mixed(index, draft, self.draft, attend=attend)
             scratch.put("mixed", mixed)
             return mixed, self._wanted(part, draft, scratch)
         if part == "gate":
-            draft = decoder.after_attention(index, draft, scratch.take("mixed"), self.draft)
+            draft = decoder.after_attention(index, read()[:, 1], scratch.take("mixed"), self.draft)
             scratch.put("draft", draft)
             mine = decoder.normed(index, draft, "pre_ffn_norm", self._weights)
             return mine, decoder.normed(index, scratch.take("middle"), "pre_ffn_norm", self._weights) - mine
@@ -510,19 +520,23 @@ def scratch_bytes(architecture: Architecture, tokens: int) -> int:
     return 4 * tokens * max(widths)
 
 
-def _add_panel(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int, upper: bool) -> None:
-    """Rows [first, first + PANEL) of total += a^T b, of the upper triangle alone where that is enough."""
-    end = min(first + PANEL, total.shape[0])
-    start = first if upper else 0
-    total[first:end, start:].addmm_(a[:, first:end].T, b[:, start:])
+def _panels(rows: int) -> list[slice]:
+    """Rows of a sum, in as few panels of equal height as PANEL allows."""
+    height = -(-rows // -(-rows // PANEL))
+    return [slice(first, min(first + height, rows)) for first in range(0, rows, height)]
+
+
+def _add_panel(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: slice, upper: bool) -> None:
+    """Rows `rows` of total += a^T b, of the upper triangle alone where that is enough."""
+    start = rows.start if upper else 0
+    total[rows, start:].addmm_(a[:, rows].T, b[:, start:])
 
 
 def _mirror(total: torch.Tensor) -> None:
     """Fills the lower triangle from the upper one."""
-    for first in range(0, total.shape[0], PANEL):
-        end = min(first + PANEL, total.shape[0])
-        total[end:, first:end] = total[first:end, end:].T
-        block = total[first:end, first:end]
+    for rows in _panels(total.shape[0]):
+        total[rows.stop :, rows] = total[rows, rows.stop :].T
+        block = total[rows, rows]
         block.copy_(block.triu() + block.triu(1).T)
 
 

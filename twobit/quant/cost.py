@@ -54,8 +54,8 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     measuring = 0 if options.draft_bpw is None else 8 * min(tokens, allocate.TOKENS)
     return {
         "reading": stored * (hashing + 2 * widening),
-        # verifier and draft, and the verifier's o and down once more
-        "forward": (2.3 * tokens + measuring) * sum(macs for _, macs, _ in layers) * forward / more,
+        # verifier and draft
+        "forward": (2 * tokens + measuring) * sum(macs for _, macs, _ in layers) * forward / more,
         # half of X^T X and all of V^T X
         "hessians": tokens * sum(w * w / 2 + w * min(w, architecture.hidden) for w in widths) * panel / more,
         # one factor to round by and one to fit targets by, which is solved with as well
@@ -172,7 +172,7 @@ def _panel(pool: ThreadPoolExecutor, architecture: Architecture) -> float:
     x, total = torch.ones(calibrate.CHUNK_TOKENS, width), torch.zeros(width, width)
 
     def run() -> None:
-        jobs = [pool.submit(calibrate._add_panel, total, x, x, at, True) for at in range(0, width, calibrate.PANEL)]
+        jobs = [pool.submit(calibrate._add_panel, total, x, x, rows, True) for rows in calibrate._panels(width)]
         for job in jobs:
             job.result()
 

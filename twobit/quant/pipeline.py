@@ -373,10 +373,13 @@ class _Run:
 
         def choose(part: str, statistics: calibrate.Statistics) -> dict[str, torch.Tensor]:
             group = [s for s in specs if s.role == "linear" and calibrate.SHARED[s.part] == part]
-            target, drafts = self._target(statistics), {}
+            hessian, drafts = statistics.hessian, {}
+            together = plan.factors_together(len(hessian), self.options.threads)
+            early = self.pool.submit(self._factor, hessian, group) if together else None
+            target = self._target(statistics)
             wanted = {spec.name: target(weights[spec.name]) for spec in group}
             del target  # as large as a Hessian
-            factor = self._factor(statistics.hessian, group)
+            factor = self._factor(hessian, group) if early is None else early.result()
             for spec in group:
                 draft = self._draft(spec, wanted.pop(spec.name), factor)
                 drafts[spec.name] = draft.draft_weights()
@@ -441,7 +444,7 @@ class _Run:
         """What a weight's draft should come close to."""
         from twobit.quant.rounding import targets
 
-        return targets(statistics.hessian, statistics.cross, statistics.outputs, PULL_DAMPING)
+        return targets(statistics.hessian, statistics.cross, statistics.outputs, PULL_DAMPING, self.pool)
 
     def _draft(self, spec: TensorSpec, target: torch.Tensor, factor: Factor) -> Rounded:
         from twobit.quant.rounding import round_draft

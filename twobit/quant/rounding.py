@@ -10,7 +10,7 @@ The loops are in csrc/rounding_body.inc.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ ROWS_PER_TASK = 32
 
 MAX_DAMPING = 100.0
 PANEL = 256
+SOLVED_ROWS = 256  # of a target, found together
 DOUBLE_COLUMNS = 4096
 """Hessians up to this size are factored in double precision, wider ones in single to halve the memory."""
 
@@ -149,31 +150,41 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
 
 
 def targets(
-    hessian: torch.Tensor, cross: torch.Tensor, outputs: bool, damping: float
+    hessian: torch.Tensor, cross: torch.Tensor, outputs: bool, damping: float, pool: Executor | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """weight [rows, columns] -> the matrix that a draft with these inputs should come close to (see Statistics).
 
-    It is the weight and the regression of what is missing on the draft's inputs, damped by `damping` mean diagonals.
+    It is the weight and the regression of what is missing on the draft's inputs, damped by `damping` mean diagonals:
+    in fp32, since so much damping bounds the condition by the columns over `damping`. pool: for the solving, on whose
+    workers torch computes on one thread; the result does not depend on it.
     """
     mean = float(hessian.diagonal().double().mean())
     with _one_torch_thread():
-        root = hessian.to(torch.float64 if len(hessian) <= DOUBLE_COLUMNS else torch.float32) / max(mean, 1e-30)
+        root = hessian / max(mean, 1e-30)
         root.diagonal().add_(damping)
         info = torch.empty((), dtype=torch.int32, device=root.device)
         torch.linalg.cholesky_ex(root, out=(root, info))
     if not mean > 1e-30 or int(info) or not bool(torch.isfinite(root.diagonal()).all()):
         return lambda weight: weight
 
+    def by_rows(work: Callable[..., torch.Tensor], *matrices: torch.Tensor) -> torch.Tensor:
+        """`work` on SOLVED_ROWS rows of all matrices at a time."""
+        with _one_torch_thread():
+            parts = (map if pool is None else pool.map)(work, *(m.split(SOLVED_ROWS) for m in matrices))
+            return torch.cat(list(parts))
+
     def solve(b: torch.Tensor) -> torch.Tensor:
         """b (H + damping)^-1"""
-        with _one_torch_thread():
-            return torch.cholesky_solve((b / mean).T.to(root.dtype), root).T.float()
+        return torch.cholesky_solve((b / mean).T, root).T
 
-    through = None if outputs else solve(cross)
+    through = None if outputs else by_rows(solve, cross)
 
     def target(weight: torch.Tensor) -> torch.Tensor:
         there = weight.to(root.device)
-        missing = solve(cross - there @ hessian) if through is None else there @ through
+        if through is None:
+            missing = by_rows(lambda asked, rows: solve(asked - rows @ hessian), cross, there)
+        else:
+            missing = by_rows(lambda rows: rows @ through, there)
         return weight + _alive(weight) * missing.to(weight.device)
 
     return target
@@ -304,7 +315,7 @@ def _round(
         task.hessian_stride, task.hessian_scale, task.damping = factor.padded, factor.scale, factor.damping
     for name, values in pointers.items():
         setattr(task, name, ffi.cast("void *", values.ctypes.data))
-    level = 0 if cpu_level() == "generic" else 1
+    level = {"generic": 0, "avx2": 1}.get(cpu_level(), 2)
 
     def work(first: int) -> None:
         if lib.tb_round_rows(task, first, min(first + ROWS_PER_TASK, rows), level) != 0:

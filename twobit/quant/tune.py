@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from twobit.architecture import Layer
-from twobit.quant.decoder import Attend
+from twobit.quant.decoder import Attend, never
 
 BLOCK = 8  # tokens that are drafted before the verifier looks
+QUERY_CHUNK = 64  # queries whose attention scores are in memory at once, about
 
 
 def drafting(keys: torch.Tensor, values: torch.Tensor, block: int = BLOCK, first: int = 0) -> Attend:
@@ -20,23 +21,13 @@ def drafting(keys: torch.Tensor, values: torch.Tensor, block: int = BLOCK, first
     Blocks of `block` tokens begin at position `first`, `first` + block, ...; a token sees the verifier's keys of all
     positions before its block and the draft's own inside it.
     """
+    chunk = max(1, QUERY_CHUNK // block) * block
 
     def attend(layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         n = q.shape[-2]
         repeat = layer.n_heads // layer.n_kv_heads
         lead = -first % block  # padding, so that blocks start at multiples of `block`
         tail = -(n + lead) % block
-        total = n + lead + tail
-        at = torch.arange(total) - lead
-        query, start = at[:, None], (at + lead)[:, None] // block * block - lead
-        past = torch.arange(n)[None]
-        hidden = past >= start
-        own_key = start + torch.arange(block)
-        own_hidden = own_key > query
-        if layer.window is not None:
-            hidden = hidden | (past <= query - layer.window)
-            own_hidden = own_hidden | (own_key <= query - layer.window)
-        own_hidden = own_hidden | ((own_key < 0) & (own_key != query))  # padding sees itself
 
         def padded(x: torch.Tensor) -> torch.Tensor:
             return F.pad(x, (0, 0, lead, tail))
@@ -44,15 +35,34 @@ def drafting(keys: torch.Tensor, values: torch.Tensor, block: int = BLOCK, first
         def blocks(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(-2, (-1, block))
 
-        q, k, v = padded(q).unflatten(-3, (-1, repeat)), padded(k).unsqueeze(-3), padded(v).unsqueeze(-3)
-        theirs = q @ keys.unsqueeze(-3).transpose(-1, -2) * layer.attention_scale
-        own = (blocks(q) @ blocks(k).transpose(-1, -2)).flatten(-3, -2) * layer.attention_scale
-        scores = torch.cat((theirs, own), -1)
-        if layer.attention_softcap is not None:
-            scores = layer.attention_softcap * torch.tanh(scores / layer.attention_softcap)
-        weights = scores.masked_fill(torch.cat((hidden, own_hidden), -1), -torch.inf).softmax(-1)
-        out = weights[..., :n] @ values.unsqueeze(-3)
-        out = out + (blocks(weights[..., n:]) @ blocks(v)).flatten(-3, -2)
-        return out[..., lead : lead + n, :].flatten(-4, -3)
+        def folded(x: torch.Tensor) -> torch.Tensor:  # [..., kv heads, repeat, queries, d] -> [..., kv heads, -1, d]
+            return x.flatten(-3, -2)
+
+        q = padded(q).unflatten(-3, (-1, repeat)) * layer.attention_scale
+        k, v, theirs = padded(k).unsqueeze(-3), padded(v).unsqueeze(-3), keys.transpose(-1, -2)
+        out = []
+        for start in range(0, n + lead + tail, chunk):
+            end = min(start + chunk, n + lead + tail)
+            at = torch.arange(start - lead, end - lead, device=q.device)[:, None]  # positions of the queries
+            begin = (at + lead) // block * block - lead
+            low = 0 if layer.window is None else max(0, start - lead - layer.window + 1)
+            high = max(low, min(n, end - lead - block))  # the last block of the chunk sees no more of theirs
+            past = torch.arange(low, high, device=q.device)[None]
+            own = begin + torch.arange(block, device=q.device)
+            hidden, own_hidden = past >= begin, own > at
+            if layer.window is not None:
+                hidden, own_hidden = hidden | (past <= at - layer.window), own_hidden | (own <= at - layer.window)
+            own_hidden = own_hidden | ((own < 0) & (own != at))  # padding sees itself
+            query, rows = q[..., start:end, :], slice(start, end)
+            own_scores = (blocks(query) @ blocks(k[..., rows, :]).transpose(-1, -2)).flatten(-3, -2)
+            scores = (folded(query) @ theirs[..., low:high]).unflatten(-2, (repeat, -1))
+            scores = torch.cat((scores, own_scores), -1)
+            if layer.attention_softcap is not None:
+                scores = layer.attention_softcap * torch.tanh(scores / layer.attention_softcap)
+            weights = scores.add_(never(torch.cat((hidden, own_hidden), -1))).softmax(-1)
+            mixed = folded(weights[..., : high - low]) @ values[..., low:high, :]
+            own_mixed = blocks(weights[..., high - low :]) @ blocks(v[..., rows, :])
+            out.append(mixed.unflatten(-2, (repeat, -1)) + own_mixed.flatten(-3, -2))
+        return torch.cat(out, -2)[..., lead : lead + n, :].flatten(-4, -3)
 
     return attend
