@@ -81,14 +81,14 @@ def test_a_hybrid_step_by_hand(tables: Any) -> None:
     held = found.placement.vram["residual"]
     assert held == pytest.approx((64 - split) * layer * 6.25 / 8, rel=1e-3)
     in_ram = split * layer * 6.25 / 8
-    reading, multiplying = in_ram / 54e9, 3.5 * split * layer / 960e9
+    reading, multiplying = in_ram / 51e9, 3.5 * split * layer / 832e9
     cpu = (reading**4 + multiplying**4) ** 0.25
     head = 152064 * 5120
-    cpu_head = ((head * 4.25 / 8 / 54e9) ** 4 + (3.5 * head / 960e9) ** 4) ** 0.25
-    vram = SHARED = 0.85 * 1008e9
+    cpu_head = ((head * 4.25 / 8 / 51e9) ** 4 + (3.5 * head / 832e9) ** 4) ** 0.25
+    vram = 0.85 * 1008e9
     gpu = (held + (64 - split) * layer * 2.57 / 8) / vram + 64 * 20e-6
     bus = found.step_bytes["bus"] / 25e9 + (4 * split + 1) * 20e-6
-    cache = 64 * 4 * 8 * 128 * (512 + 128) / SHARED
+    cache = 64 * 4 * 8 * 128 * (512 + 128) / vram
     assert 1 / found.speed.plain == pytest.approx(cpu + cpu_head + gpu + bus + cache, rel=0.01)
     # q, k, v, gate, up, o and down come back as fp32; four inputs go out as int16
     per_layer = 4 * (5120 + 2048 + 2 * 27648 + 2 * 5120) + 2 * (3 * 5120 + 27648)

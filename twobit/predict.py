@@ -24,9 +24,9 @@ from twobit.format.manifest import TensorEntry
 from twobit.runtime.placement import MARGIN, MAX_DRAFT, Placement, Sizes, cache_bytes, place
 
 # Fitted to `twobit bench --kernels` (docs/cpu.md) and to whole steps on the same machine.
-SHARE_READ = 0.9  # of the CPU's read bandwidth
-SHARE_MULTIPLY = 0.75  # of its multiply peak
-SHARE_DRAFT = 0.82  # the same of products with the 2-bit part alone, of the peak of full ones
+SHARE_READ = 0.85  # of the CPU's read bandwidth
+SHARE_MULTIPLY = 0.65  # of its multiply peak
+SHARE_DRAFT = 0.73  # the same of products with the 2-bit part alone, of the peak of full ones
 UNPACK, UNPACK_DRAFT = 2.5, 0.6  # multiplications per weight
 CPU_LAYER_S = 100e-6  # per layer and pass without a GPU: norms, attention, waiting for threads
 SHARE_GPU = 0.85  # of the GPU's bandwidth: an aim, not measured

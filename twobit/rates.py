@@ -8,6 +8,7 @@ proportional to the number of layers.
 from __future__ import annotations
 
 import math
+import mmap
 import statistics
 import time
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from twobit.architecture import Architecture
-from twobit.benchmark import _aligned, _Bandwidth, _beyond_cache
+from twobit.benchmark import _Bandwidth, _beyond_cache
 from twobit.format.manifest import Manifest, TensorEntry
 from twobit.format.reader import PackedModel
 from twobit.runtime.lib import default_threads
@@ -83,6 +84,11 @@ def _pass(session: Session, ids: list[int], name: str) -> float:
     return seconds
 
 
+def _pages(size: int) -> np.ndarray:
+    """Memory in small pages, as a mapped file is; numpy would ask for huge ones, which are faster to read."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+
+
 def _model(architecture: Architecture, tensors: Mapping[str, TensorEntry]) -> tuple[Model, int]:
     """A model of the first layers, as many as no cache holds, and their number."""
     size = [0] * len(architecture.layers)
@@ -118,7 +124,7 @@ def _model(architecture: Architecture, tensors: Mapping[str, TensorEntry]) -> tu
             plain[spec.name] = np.full(math.prod(spec.shape), fill, np.float32).view(np.uint8)
             continue
         for plane, data in stored.items():
-            copy = _aligned(data.size)  # each matrix in memory of its own, as it would be
+            copy = _pages(data.size)  # each matrix in memory of its own, as it would be
             copy[:] = data
             planes[f"{spec.module}.{plane}"] = copy
     manifest = Manifest(architecture.family, 1, entries)
