@@ -75,7 +75,7 @@ bench-llama: peers demo
 
 # Divergences and acceptance on the reference checkpoints; hours for all of them, goes on where it stopped.
 bench-quality: install
-	$(BIN)/python bench/quality.py
+	$(BIN)/python bench/quality.py run
 
 # Drafting against plain decoding, prompt by prompt; an hour or more, goes on where it stopped.
 bench-speculation: demo

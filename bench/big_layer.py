@@ -15,6 +15,8 @@ import argparse
 import json
 import struct
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,30 +91,33 @@ def only_some_rows(count: int, spent: dict[tuple[int, int], tuple[float, float]]
     """
     from twobit.quant import rounding
 
-    whole, kept = rounding.round_matrix, {}
+    kept: dict[tuple[str, int, int, int], tuple[rounding.Rounded, float]] = {}
 
-    def some(weight: Any, factor: Any, **options: Any) -> Any:
-        rows, cols = weight.shape
-        key = (rows, cols, options["draft_bits"])
-        started = time.monotonic()
-        if key not in kept:
-            made = whole(weight[: min(count, rows)], factor, **options)
-            kept[key] = made, (time.monotonic() - started) * rows / min(count, rows)
-        made, full = kept[key]
-        again = np.arange(rows) % made.codes.shape[0]
+    def rows_of(made: rounding.Rounded, rows: Any) -> rounding.Rounded:
         names = ("codes", "s", "m", "row_scale", "row_a", "row_b", "residual", "f")
-        result = rounding.Rounded(
-            **{name: getattr(made, name)[again] for name in names},
-            **{name: getattr(made, name) for name in ("draft_bits", "residual_bits", "residual_group")},
-            draft_error=made.draft_error,
-            full_error=made.full_error,
-            note=made.note,
-        )
-        before = spent.get((rows, cols), (0.0, 0.0))
-        spent[rows, cols] = before[0] + full, before[1] + time.monotonic() - started
-        return result
+        return replace(made, **{name: getattr(made, name)[rows] for name in names})
 
-    rounding.round_matrix = some
+    def some(name: str) -> Callable[..., rounding.Rounded]:
+        whole = getattr(rounding, name)
+
+        def rounded(weight: Any, factor: Any, draft: Any = None, **options: Any) -> rounding.Rounded:
+            rows, cols = weight.shape
+            key, first, started = (name, rows, cols, options["draft_bits"]), min(count, rows), time.monotonic()
+            if key not in kept:
+                if draft is not None:
+                    options["draft"] = rows_of(draft, np.arange(first))
+                made = whole(weight[:first], factor, **options)
+                kept[key] = made, (time.monotonic() - started) * rows / first
+            made, full = kept[key]
+            result = rows_of(made, np.arange(rows) % first)
+            before = spent.get((rows, cols), (0.0, 0.0))
+            spent[rows, cols] = before[0] + full, before[1] + time.monotonic() - started
+            return result
+
+        return rounded
+
+    for name in ("round_draft", "round_matrix"):
+        setattr(rounding, name, some(name))
 
 
 def main() -> None:

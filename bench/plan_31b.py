@@ -48,8 +48,8 @@ def write_checkpoint(folder: Path) -> None:
         file.truncate(file.tell() + at)
 
 
-def main() -> int:
-    from twobit.cli.main import main as twobit
+def main() -> None:
+    from twobit.quant.plan import Options, plan
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -58,13 +58,13 @@ def main() -> int:
     if not (args.folder / "source").exists():
         write_checkpoint(args.folder / "source")
     for threads in args.threads:
-        code = twobit(
-            ["quantize", str(args.folder / "source"), "-o", str(args.folder / "out"), "--dry-run", "-t", str(threads)]
+        found = plan(args.folder / "source", args.folder / "out", Options(threads=threads))
+        parts = ", ".join(f"{part} {seconds / 3600:.1f}" for part, seconds in found.seconds.items())
+        print(
+            f"{threads} threads: {sum(found.seconds.values()) / 3600:.1f} hours ({parts}), "
+            f"memory at most {found.memory_bytes / 1e9:.1f} GB, {found.calibration_tokens:,} tokens"
         )
-        if code:
-            return code
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,12 +1,19 @@
 #!/usr/bin/env python3
-"""Quality of the default recipes on the reference checkpoints: quantize, evaluate, table. Goes on where it stopped.
+"""Quality on the reference checkpoints: quantize, measure, page. What is done is kept; the same command goes on.
 
-    python bench/quality.py [--checkpoint smollm2]... [--recipe 2+6]... [--tokens 8192] [--out build/quality]
+    python bench/quality.py run [--checkpoint smollm2]... [--recipe 2+6]... [--part kl]... [--tokens N]
     python bench/quality.py compare build/quality/smollm2/2+6 build/quality/smollm2/2+8
+    python bench/quality.py collect > bench/results/quality.json
+    python bench/quality.py page > docs/quality.md
 
-Every checkpoint and recipe has a folder below --out: model/ (resumable like any `twobit quantize`), result.json
-(`twobit eval --json`) and tokens.npz (numbers per token). What is there is not made again; delete a folder to repeat
-it. `compare` gives the difference of two results on the same tokens, with its standard error.
+Parts, each a file in the folder of its checkpoint and recipe below --out; delete one to measure it again:
+
+    quantize    model/ and quantize.json: bits, errors, calibration
+    kl          kl.json, tokens.npz: divergences from the checkpoint and from Q8_0's, weights alone and as they run
+    acceptance  acceptance.json, texts.json: the model's own greedy texts, and what its draft yields along them
+    peer        peer.json: drafted tokens accepted of 8 beside llama.cpp's Q2_K with importance matrix under the same
+                head, both in torch on the texts of `acceptance`, over the checkpoint's keys and values, blocks of 8
+                that begin every 4 tokens; needs `make peers`
 """
 
 from __future__ import annotations
@@ -17,19 +24,37 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINTS = ("smollm2", "gemma3", "qwen")
-RECIPES = {"2+6": [], "2+6 g32": ["--residual-group", "32"], "2+8": ["--residual", "8"]}
+RESULTS = ROOT / "bench" / "results" / "quality.json"
+CHECKPOINTS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M", "qwen": "Qwen2.5-Coder-1.5B-Instruct"}
+RECIPES = {"2+6": [], "2+6-g32": ["--residual-group", "32"], "2+8": ["--residual", "8"]}
+PARTS = ("quantize", "kl", "acceptance", "peer")
+OF_DRAFT = ("acceptance", "peer")  # measured of 2+6 alone: the other recipes' drafts differ little
+AIMS = {"smollm2": (4.0, 1.3), "gemma3": (4.4, 1.3), "qwen": (5.2, 1.15)}  # accepted of 8, and as a multiple of Q2_K's
 TWOBIT = [sys.executable, "-m", "twobit"]
+IMPORTANCE_TOKENS = 8192
+Q2_K_BITS = 84 * 8 / 256
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def write(path: Path, data: Any) -> None:
+    """JSON, complete or absent."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def checkpoint(name: str) -> Path:
@@ -38,61 +63,380 @@ def checkpoint(name: str) -> Path:
     return Path(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
 
 
-def write(path: Path, data: bytes) -> None:
-    """Complete or absent."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+def run(args: argparse.Namespace) -> None:
+    for name in args.checkpoint or CHECKPOINTS:
+        for recipe in args.recipe or RECIPES:
+            folder = args.out / name / recipe
+            folder.mkdir(parents=True, exist_ok=True)
+            for part in args.part or PARTS:
+                if (folder / f"{part}.json").exists() or (part in OF_DRAFT and recipe != "2+6"):
+                    continue
+                say(f"{name}, {recipe}: {part}")
+                started, source = time.monotonic(), checkpoint(name)
+                found = MEASURE[part](folder, source, args)
+                write(folder / f"{part}.json", found | {"wall_seconds": round(time.monotonic() - started, 1)})
 
 
-def result(name: str, recipe: str, out: Path, tokens: int, threads: int) -> dict[str, Any]:
-    """The evaluation of one checkpoint and recipe, made or read."""
-    folder = out / name / recipe.replace(" ", "-")
-    done = folder / "result.json"
-    if done.exists():
-        kept: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-        if kept["settings"]["tokens"] == tokens:
-            return kept
-    folder.mkdir(parents=True, exist_ok=True)
-    source = checkpoint(name)
+def quantize(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from twobit.format.reader import open_model
+
+    command = [*TWOBIT, "quantize", str(source), "-o", str(folder / "model"), "-t", str(args.threads)]
+    command += RECIPES[folder.name]
+    if args.calib_tokens:
+        command += ["--calib-tokens", str(args.calib_tokens)]
     if not (folder / "model").exists():
-        say(f"{name}, {recipe}: quantizing")
-        command = [*TWOBIT, "quantize", str(source), "-o", str(folder / "model"), "-t", str(threads), "--json"]
-        made = subprocess.run([*command, *RECIPES[recipe]], check=True, stdout=subprocess.PIPE)
-        write(folder / "quantize.json", made.stdout)
-    say(f"{name}, {recipe}: evaluating")
+        subprocess.run(command, check=True)
+    made = open_model(folder / "model").manifest
+    return {**made.bits(), "errors": made.recipe["errors"], "calibration": made.calibration}
+
+
+def kl(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
     from twobit.evaluate import Options, evaluate
+    from twobit.format.reader import open_model
 
-    started = time.monotonic()
-    measured = evaluate(folder / "model", source, Options(tokens=tokens, threads=threads))
+    options = Options(tokens=args.tokens, threads=args.threads, acceptance=False)
+    measured = evaluate(folder / "model", source, options)
     measured.save(folder / "tokens.npz")
-    about = subprocess.run([*TWOBIT, "info", str(folder / "model"), "--json"], check=True, stdout=subprocess.PIPE)
-    bits = {key: json.loads(about.stdout)[key] for key in ("draft_bpw", "residual_bpw", "head_bpw")}
-    data = measured.to_json() | {"bits": bits, "seconds": round(time.monotonic() - started, 1)}
-    write(done, json.dumps(data, indent=2).encode() + b"\n")
-    return data
+    return measured.to_json() | {"bits": open_model(folder / "model").manifest.bits()}
 
 
-def table(results: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Markdown on stdout."""
-    print(
-        "| checkpoint | recipe | draft + residual bits | KL full | / Q8_0 | KL runtime | / Q8_0, int8 | KL draft |",
-        end="",
-    )
-    print(" accepted of 8 | tree of 16 |\n|---|---|---|---|---|---|---|---|---|---|")
-    for (name, recipe), data in results.items():
-        kl, pair, drafts = data["kl"], data["paired"], data["acceptance"]
-        cells = [
-            f"{data['bits']['draft_bpw']:.3f} + {data['bits']['residual_bpw']:.3f}",
-            f"{kl['full']['mean']:.6f} ± {kl['full']['stderr']:.6f}",
-            f"{pair['full/q8_0']['ratio']:.3f} ± {pair['full/q8_0']['ratio_stderr']:.3f}",
-            f"{kl['full_runtime']['mean']:.6f}",
-            f"{pair['full_runtime/q8_0_int8']['ratio']:.3f} ± {pair['full_runtime/q8_0_int8']['ratio_stderr']:.3f}",
-            f"{kl['draft']['mean']:.3f} ± {kl['draft']['stderr']:.3f}",
-            f"{drafts['tokens_per_step'] - 1:.2f} ± {drafts['stderr']:.2f}",
-            f"{drafts['tree16_tokens_per_step'] - 1:.2f} ± {drafts['tree16_stderr']:.2f}",
-        ]
-        print(f"| {name} | {recipe} | " + " | ".join(cells) + " |")
+def acceptance(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from twobit.acceptance import Sample, blocks, continued, summarize_blocks
+    from twobit.evaluate import bundled_prompts
+    from twobit.runtime.model import Model
+    from twobit.runtime.sampling import Sampling
+    from twobit.runtime.session import Session
+    from twobit.runtime.tokenizer import Tokenizer
+
+    opened = Model.open(folder / "model")
+    tokenizer = Tokenizer.load(folder / "model", config=opened.config, rows=opened.vocab)
+    prompts = [(prompt.kind, prompt.ids(tokenizer)) for prompt in bundled_prompts()]
+    length = -(-args.tokens // len(prompts))
+    session = Session(opened, max(len(ids) for _, ids in prompts) + length, args.threads)
+    made, texts = [], []
+    for kind, ids in prompts:
+        text = tuple(continued(session, ids, Sampling(), len(ids) + length, tokenizer.eos_ids))
+        texts.append({"kind": kind, "ids": text, "first": len(ids)})
+        made += blocks(session, Sample(kind, text, len(ids)), Sampling())
+    tokenizer.close()
+    write(folder / "texts.json", texts)
+    return summarize_blocks(made)
+
+
+# -- llama.cpp's Q2_K ---------------------------------------------------------------------------------------
+
+
+def peer(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from twobit.format import layout
+    from twobit.format.reader import open_model
+    from twobit.quant.decoder import Cache, Decoder
+    from twobit.quant.source import Checkpoint
+    from twobit.quant.tune import BLOCK, drafting
+
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    opened, packed = Checkpoint.open(source), open_model(folder / "model")
+    architecture, specs = opened.architecture, opened.architecture.tensors()
+    decoder = Decoder(architecture)
+    weights = {s.name: opened.read(s) for s in specs if not (architecture.tied and s.role == "head")}
+    linears = [s for s in specs if s.role == "linear"]
+    importance = importances(opened, weights, linears)
+    program = q2_k_program()
+    head = {
+        "lm_head.weight": torch.from_numpy(layout.dequantize(packed.matrix("lm_head"))[0]),
+        "model.norm.weight": weights["model.norm.weight"],
+    }
+    drafts = {
+        "twobit": {s.name: torch.from_numpy(layout.dequantize(packed.matrix(s.module))[0]) for s in linears},
+        "q2_k": {s.name: q2_k(program, weights[s.name], importance[s.module]) for s in linears},
+    }
+    accepted: dict[str, list[int]] = {name: [] for name in drafts}
+    divergence: dict[str, list[float]] = {name: [] for name in drafts}
+    clusters, kinds = [], []
+    for number, text in enumerate(read(folder / "texts.json")):
+        ids, first = text["ids"], text["first"]
+        if len(ids) < first + BLOCK + 1:
+            continue
+        cache, x = Cache(), decoder.embed(ids[:-1], weights)
+        for i in range(len(architecture.layers)):
+            x = decoder.layer(i, x, weights, cache=cache)
+        reference = decoder.head(x[first - 1 :], weights).log_softmax(-1)
+        targets = torch.tensor(ids[first:])
+        for shift in (0, BLOCK // 2):
+            for name, draft in drafts.items():
+                x = decoder.embed(ids[:-1], weights)
+                for i in range(len(architecture.layers)):
+                    attend = drafting(*cache.of(i), first=(first - 1 + shift) % BLOCK)
+                    x = decoder.layer(i, x, weights | draft, attend=attend)
+                logits = decoder.head(x[first - 1 :], head)[shift:].log_softmax(-1)
+                hits = logits.argmax(-1) == targets[shift:]
+                found = [int(run.long().cumprod(0).sum()) for run in hits.split(BLOCK) if len(run) == BLOCK]
+                accepted[name] += found
+                exact = reference[shift : shift + len(found) * BLOCK]
+                each = (exact.exp() * (exact - logits[: len(exact)])).sum(-1)
+                divergence[name] += each.unflatten(0, (-1, BLOCK)).mean(1).tolist()
+            clusters += [number] * len(found)
+            kinds += [text["kind"]] * len(found)
+    groups, labels = np.array(clusters), np.array(kinds)
+    pair = {name: np.array(values, float) for name, values in accepted.items()}
+    return {
+        "blocks": len(groups),
+        "texts": len(set(clusters)),
+        "bits": {"twobit": packed.manifest.bits()["draft_bpw"], "q2_k": Q2_K_BITS},
+        "accepted": {name: by_kind(values, groups, labels) for name, values in pair.items()},
+        "difference": by_kind(pair["twobit"] - pair["q2_k"], groups, labels),
+        "kl": {name: by_kind(np.array(values), groups, labels) for name, values in divergence.items()},
+        "importance_tokens": IMPORTANCE_TOKENS,
+    }
+
+
+def by_kind(values: Any, groups: Any, labels: Any) -> dict[str, Any]:
+    """Mean over kinds of text of the mean over blocks; standard error with texts as the independent draws."""
+    from twobit.evaluate import clustered_stderr
+
+    means, variance = {}, 0.0
+    for kind in dict.fromkeys(labels.tolist()):
+        own = labels == kind
+        _, numbers = np.unique(groups[own], return_inverse=True)
+        means[kind] = float(values[own].mean())
+        variance += clustered_stderr(values[own], numbers) ** 2
+    return {"mean": float(np.mean(list(means.values()))), "stderr": variance**0.5 / len(means), "by_kind": means}
+
+
+def importances(opened: Any, weights: Mapping[str, Any], linears: Sequence[Any]) -> dict[str, Any]:
+    """Mean square of every input of every linear on the calibration text: what llama.cpp's imatrix tool collects."""
+    from twobit.quant import calibrate, pipeline
+    from twobit.quant.decoder import Decoder
+
+    encode = calibrate.Encoder(opened.folder, opened.architecture.vocab, pipeline._render(opened))
+    made = calibrate.sequences(calibrate.load_default(), encode, tokens=IMPORTANCE_TOKENS, source="the package's text")
+    decoder, sums = Decoder(opened.architecture), {}
+
+    def hook(module: str, inputs: Any) -> None:
+        sums[module] = sums.get(module, 0) + inputs.square().sum(0)
+
+    for sequence in made.sequences:
+        x = decoder.embed(sequence, weights)
+        for i in range(len(opened.architecture.layers)):
+            x = decoder.layer(i, x, weights, hook=hook)
+    return {s.module: sums[s.module] / made.tokens for s in linears}
+
+
+def q2_k_program() -> Path:
+    """bench/q2k.c, built against llama.cpp's own library."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from peers import BUILD, PEERS, SOURCE
+
+    program = PEERS / "q2k"
+    library = BUILD / "ggml" / "src" / "libggml-base.a"
+    if not library.exists():
+        raise SystemExit(f"{library} is not there: run `make peers` first")
+    if not program.exists():
+        flags = ["-O2", f"-I{SOURCE / 'ggml' / 'include'}", "-o", str(program)]
+        libraries = [str(library), "-lstdc++", "-lm", "-lpthread", "-fopenmp"]
+        subprocess.run(["cc", *flags, str(ROOT / "bench" / "q2k.c"), *libraries], check=True)
+    return program
+
+
+def q2_k(program: Path, weight: Any, importance: Any) -> Any:
+    """A matrix through Q2_K. Its super-blocks of 256 run over the ends of rows whose length is no multiple of 256, so
+    that every matrix takes 2.625 bits per weight; its groups of 16 never do. (llama.cpp itself would take a format of
+    more bits for such a matrix.)"""
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    rows, cols = weight.shape
+    joined = 256 // np.gcd(256, cols)
+    pad = -rows % joined
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, pad)).reshape(-1, joined * cols).numpy()
+    data = importance.repeat(int(joined)).numpy().astype("<f4").tobytes() + padded.astype("<f4").tobytes()
+    command = [str(program), str(len(padded)), str(padded.shape[1])]
+    made = subprocess.run(command, check=True, input=data, stdout=subprocess.PIPE).stdout
+    blocks = np.frombuffer(made, np.uint8).reshape(len(padded), -1)
+    values = dequantize(blocks, GGMLQuantizationType.Q2_K).reshape(-1, cols)
+    return torch.from_numpy(np.ascontiguousarray(values[:rows], np.float32))
+
+
+MEASURE: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {
+    "quantize": quantize,
+    "kl": kl,
+    "acceptance": acceptance,
+    "peer": peer,
+}
+
+
+# -- showing ------------------------------------------------------------------------------------------------
+
+
+def collect(out: Path) -> dict[str, Any]:
+    """All parts that are done, by checkpoint and recipe."""
+    found: dict[str, Any] = {}
+    for name in CHECKPOINTS:
+        for recipe in RECIPES:
+            folder = out / name / recipe
+            parts = {part: read(folder / f"{part}.json") for part in PARTS if (folder / f"{part}.json").exists()}
+            if parts:
+                found.setdefault(name, {})[recipe] = parts
+    return found
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """docs/quality.md."""
+    rows = [(name, recipe, parts) for name, recipes in results.items() for recipe, parts in recipes.items()]
+
+    def table(head: str, lines: Sequence[str]) -> str:
+        titles = head.split(" | ")
+        marks = "|".join("---" if i < 2 else "---:" for i in range(len(titles)))
+        return "\n".join([f"| {head} |", f"|{marks}|", *lines])
+
+    def cells(name: str, recipe: str, *values: str) -> str:
+        return "| " + " | ".join((CHECKPOINTS[name], recipe, *values)) + " |"
+
+    def verdict(value: float, limit: float, least: bool = False) -> str:
+        return "met" if (value >= limit if least else value <= limit) else "**missed**"
+
+    weights, runtime, drafts, beside, made = [], [], [], [], []
+    for name, recipe, parts in rows:
+        if "kl" in parts:
+            data = parts["kl"]
+            divergence, pairs, bits = data["kl"], data["paired"], data["bits"]
+            limit, limit_run = {"2+6": (0.8, 0.25), "2+6-g32": (1.0, 0.25), "2+8": (0.1, 0.05)}[recipe]
+            most = {"2+6": 6.3, "2+6-g32": 6.17, "2+8": 8.3}[recipe]
+            for lines, own, base, most_ratio in (
+                (weights, "full", "q8_0", limit),
+                (runtime, "full_runtime", "q8_0_int8", limit_run),
+            ):
+                pair = pairs[f"{own}/{base}"]
+                extra = [f"{bits['residual_bpw']:.3f} (≤ {most:g})"] if own == "full" else []
+                lines.append(
+                    cells(
+                        name,
+                        recipe,
+                        *extra,
+                        f"{divergence[own]['mean']:.6f} ± {divergence[own]['stderr']:.6f}",
+                        f"{divergence[base]['mean']:.6f}",
+                        f"{pair['ratio']:.3f} ± {pair['ratio_stderr']:.3f}",
+                        f"≤ {most_ratio:g}: {verdict(pair['ratio'], most_ratio)}",
+                        f"{divergence[own]['top1']:.4f}",
+                        f"{divergence['floor']['mean']:.1e}",
+                        f"{data['tokens']:,}",
+                    )
+                )
+        if "acceptance" in parts:
+            data = parts["acceptance"]
+            kinds = ", ".join(f"{kind} {value - 1:.2f}" for kind, value in data["by_kind"].items())
+            chain = data["tokens_per_step"] - 1
+            drafts.append(
+                cells(
+                    name,
+                    recipe,
+                    f"{chain:.2f} ± {data['stderr']:.2f}",
+                    f"≥ {AIMS[name][0]:g}: {verdict(chain, AIMS[name][0], True)}",
+                    f"{data['tree16_tokens_per_step'] - 1:.2f} ± {data['tree16_stderr']:.2f}",
+                    kinds,
+                    f"{data['blocks']:,}",
+                )
+            )
+        if "peer" in parts:
+            data = parts["peer"]
+            own, base, less = data["accepted"]["twobit"], data["accepted"]["q2_k"], data["difference"]
+            ratio, wanted = own["mean"] / base["mean"], AIMS[name][1]
+            beside.append(
+                cells(
+                    name,
+                    f"{data['bits']['twobit']:.3f} / {data['bits']['q2_k']:.3f}",
+                    f"{own['mean']:.2f} ± {own['stderr']:.2f}",
+                    f"{base['mean']:.2f} ± {base['stderr']:.2f}",
+                    f"{less['mean']:+.2f} ± {less['stderr']:.2f}",
+                    f"{ratio:.2f} (≥ {wanted:g}: {verdict(ratio, wanted, True)})",
+                    f"{data['kl']['twobit']['mean']:.3f} / {data['kl']['q2_k']['mean']:.3f}",
+                    f"{data['blocks']:,}",
+                )
+            )
+        if "quantize" in parts:
+            data = parts["quantize"]
+            made.append(
+                cells(
+                    name,
+                    recipe,
+                    f"{data['calibration']['tokens']:,}",
+                    f"{data['draft_bpw']:.3f} + {data['residual_bpw']:.3f}",
+                    f"{data['head_bpw']['draft']:.3f} + {data['head_bpw']['residual']:.3f}",
+                    f"{data['errors']['linear']['draft']:.3f} / {data['errors']['linear']['full']:.5f}",
+                )
+            )
+    missing = []
+    for name, title in CHECKPOINTS.items():
+        for recipe in RECIPES:
+            wanted = [part for part in PARTS if part not in OF_DRAFT or recipe == "2+6"]
+            left = [part for part in wanted if part not in results.get(name, {}).get(recipe, {})]
+            if left:
+                missing.append(f"{title} {recipe}: {', '.join(left)}")
+    model_table = table("checkpoint | recipe | calibration tokens | bits, linears | bits, head | errors", made)
+    head = "KL | {} | ratio | aim | same top token | floor | tokens"
+    weights_table = table("checkpoint | recipe | residual bits | " + head.format("KL of Q8_0"), weights)
+    runtime_table = table("checkpoint | recipe | " + head.format("KL of Q8_0, int8"), runtime)
+    draft_table = table("checkpoint | recipe | of 8 | aim | tree of 16 | of 8 by kind | blocks", drafts)
+    head = "checkpoint | bits | twobit, of 8 | Q2_K, of 8 | difference | ratio | KL, twobit / Q2_K | blocks"
+    peer_table = table(head, beside)
+    return f"""# Quality, measured
+
+Written by `python bench/quality.py page > docs/quality.md` from `bench/results/quality.json`, which
+`python bench/quality.py collect` makes of what `make bench-quality` (`bench/quality.py run`) measured.
+± are standard errors. The checkpoints are those of `scripts/reference_checkpoints.py`: real models, with noise of
+one step of their source's grid.
+
+## Models
+
+Bits per weight are of the decoder's linears, and of head and embedding, everything counted, draft + residual. Errors
+are relative, of draft and full weights, in the metric of the calibration inputs.
+
+{model_table}
+
+## The verifier's weights beside Q8_0
+
+KL(reference || model) in nats per token, fp32 logits, weights alone, on the reference's own greedy continuations of
+bundled prompts. Q8_0 is llama.cpp's rounding of linears, head and embeddings. Ratios are paired. Floor: the reference
+against itself with its sums in another order.
+
+{weights_table}
+
+## As it runs
+
+The C runtime's own logits (activations rounded to 13 or 14 bits, fp16 cache) beside Q8_0 with activations rounded to
+int8 per 32, as llama.cpp's CPU path does.
+
+{runtime_table}
+
+## What the draft yields
+
+Drafted tokens that the verifier accepts of a chain of 8 and of a tree of 16, the step's own token not counted, greedy,
+by the C runtime along the model's own continuations of the bundled prompts; a step begins where the last one ended.
+Means over code, prose and chat; standard errors over blocks.
+
+{draft_table}
+
+## Beside llama.cpp's Q2_K
+
+The same texts, the checkpoint's keys and values, twobit's draft head for both, blocks of 8 that begin every 4 tokens
+whatever was accepted (so the numbers differ from those above). Q2_K is llama.cpp's own code with an importance matrix
+from {IMPORTANCE_TOKENS:,} tokens of the calibration text, at 2.625 bits for every linear: super-blocks run over the
+ends of rows that are no multiple of 256 (llama.cpp itself would use more bits there). Standard errors take texts as
+the independent draws.
+
+{peer_table}
+
+## Not measured
+
+{_lines(missing) or "Nothing is missing."}
+"""
+
+
+def _lines(items: Sequence[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
 
 
 def compare(first: Path, second: Path) -> None:
@@ -113,25 +457,32 @@ def compare(first: Path, second: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["compare"]:
-        parser = argparse.ArgumentParser(prog="quality.py compare")
-        parser.add_argument("first", type=Path)
-        parser.add_argument("second", type=Path)
-        args = parser.parse_args(sys.argv[2:])
-        return compare(args.first, args.second)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", action="append", choices=CHECKPOINTS)
-    parser.add_argument("--recipe", action="append", choices=RECIPES)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "quality")
-    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="measure what is not measured yet")
+    one.add_argument("--checkpoint", action="append", choices=CHECKPOINTS)
+    one.add_argument("--recipe", action="append", choices=RECIPES)
+    one.add_argument("--part", action="append", choices=PARTS)
+    one.add_argument("--tokens", type=int, default=4704, help="tokens of text [4704]")
+    one.add_argument("--calib-tokens", type=int, help="tokens to calibrate on [the default of twobit quantize]")
+    one.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
+    two = commands.add_parser("compare", help="two results on the same tokens")
+    two.add_argument("first", type=Path)
+    two.add_argument("second", type=Path)
+    three = commands.add_parser("collect", help="all results in one")
+    for command in (one, three):
+        command.add_argument("--out", type=Path, default=ROOT / "build" / "quality")
+    four = commands.add_parser("page", help="results as a page")
+    four.add_argument("results", type=Path, nargs="?", default=RESULTS)
     args = parser.parse_args()
-    results = {
-        (name, recipe): result(name, recipe, args.out, args.tokens, args.threads)
-        for name in args.checkpoint or CHECKPOINTS
-        for recipe in args.recipe or RECIPES
-    }
-    table(results)
+    if args.command == "run":
+        run(args)
+    elif args.command == "compare":
+        compare(args.first, args.second)
+    elif args.command == "collect":
+        print(json.dumps(collect(args.out), indent=1))
+    else:
+        print(page(read(args.results)), end="")
 
 
 if __name__ == "__main__":

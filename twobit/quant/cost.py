@@ -35,6 +35,9 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     """Seconds by what takes them: reading, forward, hessians, factors, rounding, writing."""
     import torch
 
+    from twobit.quant.plan import factors_together
+    from twobit.quant.rounding import DOUBLE_COLUMNS
+
     architecture, tokens = checkpoint.architecture, options.calib_tokens
     measured = min(options.threads, default_threads())
     more = options.threads / measured
@@ -50,6 +53,9 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
         double, single = _cholesky(1024, torch.float64), _cholesky(2048, torch.float32)
         rounding = _rounding(architecture, bits["linear"], measured)
         head_rounding = _rounding(architecture, bits["head"], measured)
+    solving = sum(_solving(architecture, layer.index) for layer in architecture.layers) + architecture.hidden**2 * (
+        architecture.hidden + architecture.vocab
+    )
     widths = [width for _, _, found in layers for width in found] + [architecture.hidden]
     measuring = 0 if options.draft_bpw is None else 8 * min(tokens, allocate.TOKENS)
     return {
@@ -58,8 +64,12 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
         "forward": (2 * tokens + measuring) * sum(macs for _, macs, _ in layers) * forward / more,
         # half of X^T X and all of V^T X
         "hessians": tokens * sum(w * w / 2 + w * min(w, architecture.hidden) for w in widths) * panel / more,
-        # one factor to round by and one to fit targets by, which is solved with as well
-        "factors": sum(w**3 * (double if w <= 4096 else single) for w in widths) * 4,
+        # one to round by, and one in fp32 to fit targets by, which is solved with on all threads
+        "factors": sum(
+            w**3 * _factoring(double if w <= DOUBLE_COLUMNS else single, single, factors_together(w, options.threads))
+            for w in widths
+        )
+        + solving * panel / more,
         "rounding": (
             sum(rounding(rows * cols, cols) for rows, cols in _shapes(architecture))
             + head_rounding(head, architecture.hidden)
@@ -81,6 +91,19 @@ def _layer_counts(architecture: Architecture, index: int) -> tuple[int, int, lis
     # scores and values of the causal half of a sequence
     attention = calibrate.SEQUENCE * layer.n_heads * layer.head_dim
     return weights, weights + attention, [s.shape[1] for s in specs if s.part in calibrate.SHARED.values()]
+
+
+def _factoring(own: float, other: float, together: bool) -> float:
+    """Of two factorizations, on one thread each."""
+    return max(own, other) if together else own + other
+
+
+def _solving(architecture: Architecture, index: int) -> int:
+    """Multiply-adds of a layer's targets: solving with a factor, and the product before or after it."""
+    specs = [s for s in architecture.tensors() if s.layer == index and s.role == "linear"]
+    products = sum(s.shape[0] * s.shape[1] ** 2 for s in specs)
+    solved = sum(s.shape[0] * s.shape[1] ** 2 for s in specs if s.part in ("o", "down"))
+    return products + solved + sum(s.shape[1] ** 3 for s in specs if s.part in ("q", "gate"))
 
 
 def _best(run: Callable[[], object]) -> float:
