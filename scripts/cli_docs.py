@@ -25,16 +25,13 @@ there yet. Text and results go to stdout, everything else to stderr; `--json` pr
 
 def render() -> str:
     """The whole page."""
-    from twobit.cli.main import COMMANDS, click_command, help_text
+    from twobit.cli import command
+    from twobit.cli.main import COMMANDS, function_of, help_text
 
     parts = [INTRODUCTION, f"```text\n{help_text()}\n```\n"]
     for name in COMMANDS:
-        command = click_command(name)
-        context = command.make_context(
-            f"twobit {name}", [], resilient_parsing=True, terminal_width=WIDTH, max_content_width=WIDTH
-        )
-        with context:
-            parts.append(f"## twobit {name}\n\n```text\n{command.get_help(context).strip()}\n```\n")
+        text = command.help_text(function_of(name), f"twobit {name}", WIDTH)
+        parts.append(f"## twobit {name}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
 
 

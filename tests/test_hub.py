@@ -524,6 +524,21 @@ def test_a_checkpoint_is_quantized_by_its_hub_id(stub: Hub, tmp_path: Path, capf
     assert card.metadata((tmp_path / "out" / card.README).read_text()) == {"base_model": "some/base"}
 
 
+def test_a_reference_is_named_by_its_hub_id(stub: Hub, model: Path, capfd: Any) -> None:
+    from hub_stub import Repo
+
+    source = source_checkpoint("llama")
+    stub.repos["some/base"] = Repo(files={path.name: path.read_bytes() for path in source.iterdir()})
+    capfd.readouterr()
+    found = []
+    for reference in (str(source), "some/base"):
+        args = ["eval", str(model), "--reference", reference, "--tokens", "64", "--no-acceptance", "--json"]
+        assert main(args) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert found[0]["kl"] == found[1]["kl"] and found[0]["tokens"] > 0
+    assert main(["eval", str(model), "--reference", "no/such/folder"]) == 2
+
+
 # -- from afar --
 
 

@@ -26,6 +26,7 @@ from twobit.format.manifest import Manifest, parse_json
 from twobit.format.safetensors_file import MAX_HEADER, Header, header_from
 from twobit.format.writer import INDEX_NAME, OUTPUT_NAME
 from twobit.progress import Progress
+from twobit.state import state_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -633,16 +634,6 @@ def _stamp(file: Path) -> list[Any] | None:
     except OSError:
         return None
     return [os.path.realpath(file), about.st_size, about.st_mtime_ns]
-
-
-def state_folder() -> Path:
-    """Where twobit keeps what it may lose: chat history, notes of checked downloads. TWOBIT_HOME, else the user's
-    folder for state."""
-    if home := os.environ.get("TWOBIT_HOME"):
-        return Path(home)
-    if os.name == "nt":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "twobit"
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "twobit"
 
 
 # -- from afar ------------------------------------------------------------------------------------------------

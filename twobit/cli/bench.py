@@ -6,9 +6,8 @@ import csv
 import io
 from typing import Annotated, Any
 
-import typer
-
 from twobit.cli import options, output
+from twobit.cli.command import Option
 from twobit.errors import UsageError
 
 FORMATS = ("md", "csv", "json")
@@ -25,17 +24,17 @@ KERNELS = (
 def bench(
     model: options.ModelName,
     prompt: Annotated[
-        str, typer.Option("-p", metavar="N,...", help="Prompts of so many tokens to evaluate; 0: none")
+        str, Option("-p", metavar="N,...", help="Prompts of so many tokens to evaluate; 0: none")
     ] = "512",
-    new: Annotated[int, typer.Option("-n", metavar="N", help="New tokens to decode; 0: none")] = 128,
-    depth: Annotated[int, typer.Option("-d", metavar="N", help="Tokens of context before what is decoded")] = 0,
-    repeats: Annotated[int, typer.Option("-r", metavar="N", help="Rounds; the first, to warm up, comes extra")] = 5,
+    new: Annotated[int, Option("-n", metavar="N", help="New tokens to decode; 0: none")] = 128,
+    depth: Annotated[int, Option("-d", metavar="N", help="Tokens of context before what is decoded")] = 0,
+    repeats: Annotated[int, Option("-r", metavar="N", help="Rounds; the first, to warm up, comes extra")] = 5,
     threads: Annotated[
-        str | None, typer.Option("-t", metavar="N,...", help="Numbers of threads [one per usable core]")
+        str | None, Option("-t", metavar="N,...", help="Numbers of threads [one per usable core]")
     ] = None,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Add the roofline table of the matrix kernels")] = False,
-    form: Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="How to show it")] = "md",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; as --format json")] = False,
+    kernels: Annotated[bool, Option("--kernels", help="Add the roofline table of the matrix kernels")] = False,
+    form: Annotated[str, Option("--format", metavar="|".join(FORMATS), help="How to show it")] = "md",
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout; as --format json")] = False,
 ) -> int:
     """Measure prefill (pp) and decoding (tg), with and without drafting, without loading and tokenizing.
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from twobit.cli import options, output
+from twobit.cli.command import Option
 from twobit.errors import TwobitError, UsageError
 
 if TYPE_CHECKING:
@@ -32,25 +31,21 @@ KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer; a line
 def chat(
     model: options.ModelName,
     system: options.SystemMessage = None,
-    n: Annotated[
-        int | None, typer.Option("-n", metavar="N", help="Most tokens of an answer [all the context holds]")
-    ] = None,
-    ctx: Annotated[int | None, typer.Option("--ctx", metavar="N", help="Context in tokens [8192]")] = None,
+    n: Annotated[int | None, Option("-n", metavar="N", help="Most tokens of an answer [all the context holds]")] = None,
+    ctx: Annotated[int | None, Option("--ctx", metavar="N", help="Context in tokens [8192]")] = None,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repeat_penalty: Annotated[
         float | None,
-        typer.Option("--repeat-penalty", metavar="R", help="Divide recent tokens' logits by R [1: none]"),
+        Option("--repeat-penalty", metavar="R", help="Divide recent tokens' logits by R [1: none]"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Same seed, same text; another, another [0]")
+        int | None, Option("--seed", metavar="N", help="Same seed, same text; another, another [0]")
     ] = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without drafting: the same text")] = False,
-    device: Annotated[
-        str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run [auto]")
-    ] = "auto",
+    no_draft: Annotated[bool, Option("--no-draft", help="Decode without drafting: the same text")] = False,
+    device: Annotated[str, Option("--device", metavar="|".join(options.DEVICES), help="Where to run [auto]")] = "auto",
     threads: options.Threads = None,
     mlock: options.Mlock = False,
 ) -> int:
@@ -301,7 +296,7 @@ def _prompt() -> Callable[[], str]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
-    from twobit.hub import state_folder
+    from twobit.state import state_folder
 
     keys = KeyBindings()
 

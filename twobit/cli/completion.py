@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from twobit.cli import output
+from twobit.cli.command import Argument, parameters
 from twobit.errors import UsageError
 
 BASH = """\
@@ -57,7 +56,7 @@ complete -c twobit -n __fish_use_subcommand -a "{commands}" -f
 
 
 def completion(
-    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell")],
+    shell: Annotated[str, Argument(metavar="bash|zsh|fish", help="The shell")],
 ) -> int:
     """Print a script that lets a shell complete commands and options.
 
@@ -74,13 +73,11 @@ def completion(
 
 def options_of(command: str) -> list[tuple[str, str]]:
     """(option, first line of its help) of a command, every spelling of its own."""
-    from twobit.cli.main import click_command
+    from twobit.cli.main import function_of
 
     found = [("--help", "Show this")]
-    for parameter in click_command(command).params:
-        if parameter.param_type_name == "option":
-            help_text = str(getattr(parameter, "help", "") or "")
-            found += [(name, help_text) for name in (*parameter.opts, *parameter.secondary_opts)]
+    for parameter in parameters(function_of(command)):
+        found += [(name, parameter.help) for name in parameter.names]
     return sorted(set(found))
 
 

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Annotated, Any
 
 from twobit.cli import options, output
+from twobit.cli.command import Option
 from twobit.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 def eval(
     model: options.ModelName,
     reference: Annotated[
-        str, typer.Option("--reference", metavar="SRC", help="Folder of the checkpoint that MODEL was made from")
+        str, Option("--reference", metavar="SRC", help="The checkpoint that MODEL was made from, a folder or a Hub id")
     ],
     text: Annotated[
-        list[str] | None, typer.Option("--text", metavar="FILE", help="Measure on this UTF-8 text too; may repeat")
+        list[str] | None, Option("--text", metavar="FILE", help="Measure on this UTF-8 text too; may repeat")
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", metavar="N", help="Tokens of continuations, and at most as many of text [4096]"),
+        Option("--tokens", metavar="N", help="Tokens of continuations, and at most as many of text [4096]"),
     ] = None,
     baseline: Annotated[
         list[str] | None,
-        typer.Option("--baseline", metavar="q8_0|q4_0", help="Compare with this format; may repeat [q8_0]"),
+        Option("--baseline", metavar="q8_0|q4_0", help="Compare with this format; may repeat [q8_0]"),
     ] = None,
-    no_acceptance: Annotated[bool, typer.Option("--no-acceptance", help="Leave out what the draft yields")] = False,
-    threads: Annotated[int | None, typer.Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no progress")] = False,
+    no_acceptance: Annotated[bool, Option("--no-acceptance", help="Leave out what the draft yields")] = False,
+    threads: Annotated[int | None, Option("-t", metavar="THREADS", help="Threads [one per usable core]")] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout, no progress")] = False,
 ) -> int:
     """Measure a model against the checkpoint it was made from.
 
@@ -56,9 +52,9 @@ def eval(
         acceptance=not no_acceptance,
         threads=options.threads(threads) or default_threads(),
     )
-    source = Path(reference).expanduser()
+    source = options.checkpoint_folder(reference, quiet=as_json)
     if not source.is_dir():
-        raise UsageError(f"--reference {reference}: no such folder", "give the folder of the checkpoint")
+        raise UsageError(f"--reference {reference}: no such folder", "give the checkpoint's folder, or its Hub id")
     folder = options.model_folder(model, quiet=as_json)
     from twobit.cli.progress import Bars
 

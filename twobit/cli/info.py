@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from twobit.cli import options, output
+from twobit.cli.command import Option
 from twobit.errors import TwobitError
 from twobit.format.manifest import Manifest, TensorEntry
 
@@ -19,8 +18,8 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 
 def info(
     model: options.ModelName,
-    check: Annotated[bool, typer.Option("--check", help="Read every byte and compare it with its checksum")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    check: Annotated[bool, Option("--check", help="Read every byte and compare it with its checksum")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout")] = False,
 ) -> int:
     """Show what a twobit model holds: bits per weight, bytes per shard, tensors, recipe.
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 TYPE_CHECKING = False  # typing itself would cost a good part of the start-up
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-    import typer
-
-# Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, which
-# typer makes into options; what it returns is the exit code, None being 0.
+# Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, whose
+# parameters are its arguments and options; what it returns is the exit code, None being 0.
 COMMANDS = {
     "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
     "run": "Continue a prompt, or answer it, with lossless drafting",
@@ -71,54 +70,12 @@ def habit(command: str, args: Sequence[str]) -> str | None:
     return None
 
 
-class Interrupted(Exception):
-    """Ctrl-C inside a command. Typer would make an exit code of a KeyboardInterrupt, and say nothing."""
-
-
-def app(command: str) -> typer.Typer:
-    """The typer application of one command."""
-    from functools import wraps
+def function_of(command: str) -> Callable[..., Any]:
+    """The function that a command runs."""
     from importlib import import_module
 
-    import typer
-
-    plain = getattr(import_module(f"twobit.cli.{command}"), command)
-
-    @wraps(plain)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(*args, **kwargs)
-        except KeyboardInterrupt:
-            raise Interrupted from None
-
-    made = typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,  # plain help: quick to show, the same in a terminal and in documents
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    made.command(command, help=function.__doc__)(function)
-    return made
-
-
-def click_command(command: str) -> Any:
-    """A command as click has it. Defaults are shown in one style: [value] at the end of an option's help."""
-    import typer
-
-    made: Any = typer.main.get_command(app(command))
-    for parameter in made.params:
-        default, text = parameter.default, getattr(parameter, "help", None)
-        if parameter.param_type_name == "option" and text is not None:
-            parameter.show_default = False
-            if (
-                default is not None
-                and default is not False
-                and default != ""
-                and not callable(default)
-                and not text.endswith("]")
-            ):
-                parameter.help = f"{text} [{default:g}]" if isinstance(default, float) else f"{text} [{default}]"
-    return made
+    found: Callable[..., Any] = getattr(import_module(f"twobit.cli.{command}"), command)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,18 +122,17 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _run(command: str, args: list[str]) -> int:
-    import typer
-
     from twobit.cli import output
+    from twobit.cli.command import Misuse, help_text, parse
 
-    prog = f"twobit {command}"
+    prog, function = f"twobit {command}", function_of(command)
     try:
-        code = click_command(command).main(args, prog_name=prog, standalone_mode=False)
-    except (typer.Abort, Interrupted):
-        raise KeyboardInterrupt from None
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # only typer's own errors have it
-            raise
-        output.error(error.format_message().rstrip("."), habit(command, args) or f"see `{prog} --help`")
-        return int(getattr(error, "exit_code", 2))
+        values = parse(function, prog, args)
+    except Misuse as error:
+        output.error(str(error), habit(command, args) or f"see `{prog} --help`")
+        return 2
+    if values is None:
+        output.line(help_text(function, prog))
+        return 0
+    code = function(**values)
     return code if isinstance(code, int) else 0

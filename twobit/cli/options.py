@@ -1,16 +1,16 @@
-"""Options that commands share, and the checks that typer cannot make: a value that makes no sense is a UsageError."""
+"""Options that commands share, and checks of their values: one that makes no sense is a UsageError."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from twobit.cli.command import Argument, Option
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,21 +25,19 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_VALUE = 1e6  # of temperatures, penalties and biases: far beyond use, far from overflow
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")]
-SystemMessage = Annotated[str | None, typer.Option("-s", "--system", metavar="SYSTEM", help="System message")]
+ModelName = Annotated[str, Argument(metavar="MODEL", help="Model folder, or a Hub id: user/model[@revision]")]
+SystemMessage = Annotated[str | None, Option("-s", "--system", metavar="SYSTEM", help="System message")]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
+    Option("--temp", metavar="T", help="Temperature; 0 is greedy [0, or 1 with --top-k, --top-p or --min-p]"),
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")]
+TopK = Annotated[int | None, Option("--top-k", metavar="K", help="Keep the K likeliest [0: all]")]
+TopP = Annotated[float | None, Option("--top-p", metavar="P", help="Keep the likeliest that sum to P [1: all]")]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
+    float | None, Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
 ]
-Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")
-]
-Mlock = Annotated[bool, typer.Option("--mlock", help="Keep the weights in RAM")]
+Threads = Annotated[int | None, Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")]
+Mlock = Annotated[bool, Option("--mlock", help="Keep the weights in RAM")]
 
 _HUB_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
@@ -60,6 +58,20 @@ def model_folder(model: str, *, quiet: bool = False, draft_only: bool = False) -
         return hub.download(*found, draft_only=draft_only, progress=bars)
     finally:
         bars.close()
+
+
+def checkpoint_folder(source: str, *, quiet: bool = False) -> Path:
+    """The folder of a full-precision checkpoint; one that is named by a Hub id is downloaded into the Hub's cache."""
+    path = Path(source).expanduser()
+    found = None if os.path.lexists(path) else hub_id(source)
+    if found is None:
+        return path
+
+    from twobit import hub
+    from twobit.cli.progress import quiet_libraries
+
+    quiet_libraries(quiet)
+    return hub.checkpoint(*found)
 
 
 def local_or_hub(model: str) -> Path | tuple[str, str | None]:

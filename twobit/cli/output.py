@@ -16,7 +16,7 @@ _RED, _YELLOW, _DIM, _PLAIN = "\033[31m", "\033[33m", "\033[2m", "\033[0m"
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout went away, as in `| head`. Not an OSError: typer would end the process on EPIPE."""
+    """Whoever read stdout went away, as in `| head`. Not an OSError: those are failures."""
 
 
 def prepare() -> None:

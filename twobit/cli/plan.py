@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from twobit.architecture import Architecture
 from twobit.cli import options, output
+from twobit.cli.command import Argument, Option
 from twobit.errors import ConfigError, UsageError
 from twobit.format.manifest import Manifest, TensorEntry, parse_json
 
@@ -21,36 +20,36 @@ Tensors = dict[str, TensorEntry]
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|SRC", help="Model, or a checkpoint: a folder, its config.json, or a Hub id")
+        str, Argument(metavar="MODEL|SRC", help="Model, or a checkpoint: a folder, its config.json, or a Hub id")
     ],
-    vram: Annotated[str | None, typer.Option("--vram", metavar="SIZE", help="Memory of the GPU [no GPU]")] = None,
-    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Memory [this machine's]")] = None,
-    ctx: Annotated[int, typer.Option("--ctx", metavar="N", help="Context in tokens")] = options.DEFAULT_CONTEXT,
+    vram: Annotated[str | None, Option("--vram", metavar="SIZE", help="Memory of the GPU [no GPU]")] = None,
+    ram: Annotated[str | None, Option("--ram", metavar="SIZE", help="Memory [this machine's]")] = None,
+    ctx: Annotated[int, Option("--ctx", metavar="N", help="Context in tokens")] = options.DEFAULT_CONTEXT,
     ram_gbs: Annotated[
         float | None,
-        typer.Option("--ram-gbs", metavar="X", help="Read bandwidth of RAM in GB/s [measured here]"),
+        Option("--ram-gbs", metavar="X", help="Read bandwidth of RAM in GB/s [measured here]"),
     ] = None,
     vram_gbs: Annotated[
-        float | None, typer.Option("--vram-gbs", metavar="X", help=f"Bandwidth of VRAM in GB/s [{VRAM_GBS:g}]")
+        float | None, Option("--vram-gbs", metavar="X", help=f"Bandwidth of VRAM in GB/s [{VRAM_GBS:g}]")
     ] = None,
     bus_gbs: Annotated[
-        float | None, typer.Option("--bus-gbs", metavar="X", help=f"Between RAM and VRAM, GB/s [{BUS_GBS:g}]")
+        float | None, Option("--bus-gbs", metavar="X", help=f"Between RAM and VRAM, GB/s [{BUS_GBS:g}]")
     ] = None,
     gmacs: Annotated[
         float | None,
-        typer.Option("--gmacs", metavar="X", help="int16 multiply-adds of all cores, 1e9/s [measured here]"),
+        Option("--gmacs", metavar="X", help="int16 multiply-adds of all cores, 1e9/s [measured here]"),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option("--cores", metavar="N", help="Cores of 110 GMAC/s each, instead of --gmacs")
+        int | None, Option("--cores", metavar="N", help="Cores of 110 GMAC/s each, instead of --gmacs")
     ] = None,
     acceptance: Annotated[
         float | None,
-        typer.Option("--acceptance", metavar="A", help="Chance that a drafted token is accepted [0.8]"),
+        Option("--acceptance", metavar="A", help="Chance that a drafted token is accepted [0.8]"),
     ] = None,
     gpu_residual_layers: Annotated[
-        str, typer.Option("--gpu-residual-layers", metavar="N|auto", help="Layers that lie in VRAM in full")
+        str, Option("--gpu-residual-layers", metavar="N|auto", help="Layers that lie in VRAM in full")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout")] = False,
 ) -> int:
     """Predict placement, bytes per step and tokens per second, from headers alone: no weights are read.
 

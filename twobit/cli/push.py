@@ -6,28 +6,27 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from twobit.cli import options, output
+from twobit.cli.command import Argument, Option
 from twobit.errors import UsageError
 
 
 def push(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the twobit model")],
-    repository: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the Hub, or a name of your own")],
+    folder: Annotated[str, Argument(metavar="DIR", help="Folder of the twobit model")],
+    repository: Annotated[str, Argument(metavar="REPO", help="user/name on the Hub, or a name of your own")],
     private: Annotated[
-        bool, typer.Option("--private", help="The repository is private afterwards, or nothing is sent")
+        bool, Option("--private", help="The repository is private afterwards, or nothing is sent")
     ] = False,
-    revision: Annotated[str | None, typer.Option("--revision", metavar="R", help="Branch to push to [main]")] = None,
-    message: Annotated[str | None, typer.Option("--message", metavar="M", help="Message of the commit")] = None,
+    revision: Annotated[str | None, Option("--revision", metavar="R", help="Branch to push to [main]")] = None,
+    message: Annotated[str | None, Option("--message", metavar="M", help="Message of the commit")] = None,
     base_model: Annotated[
-        str | None, typer.Option("--base-model", metavar="ID", help="Hub id of the source, for the card")
+        str | None, Option("--base-model", metavar="ID", help="Hub id of the source, for the card")
     ] = None,
     evaluation: Annotated[
-        str | None, typer.Option("--eval", metavar="FILE", help="Output of `twobit eval --json`, for the card")
+        str | None, Option("--eval", metavar="FILE", help="Output of `twobit eval --json`, for the card")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and list what would go; send nothing")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no progress")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check, and list what would go; send nothing")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout, no progress")] = False,
 ) -> int:
     """Upload a model to the Hugging Face Hub, with a model card, in one commit.
 

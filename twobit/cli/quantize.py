@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from twobit.cli import options, output
+from twobit.cli.command import Argument, Option
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder of the full-precision checkpoint, or a Hub id")],
-    out: Annotated[str, typer.Option("-o", "--output", metavar="OUT", help="Folder to make")],
-    residual: Annotated[int, typer.Option("--residual", metavar="6|8", help="Residual bits of the linears")] = 6,
+    source: Annotated[str, Argument(metavar="SRC", help="Folder of the full-precision checkpoint, or a Hub id")],
+    out: Annotated[str, Option("-o", "--output", metavar="OUT", help="Folder to make")],
+    residual: Annotated[int, Option("--residual", metavar="6|8", help="Residual bits of the linears")] = 6,
     residual_group: Annotated[
-        int, typer.Option("--residual-group", metavar="16|32", help="Columns per residual factor")
+        int, Option("--residual-group", metavar="16|32", help="Columns per residual factor")
     ] = 16,
     draft_bpw: Annotated[
         float | None,
-        typer.Option("--draft-bpw", metavar="X", help="Draft bits per weight: 3-bit codes where they pay most"),
+        Option("--draft-bpw", metavar="X", help="Draft bits per weight: 3-bit codes where they pay most"),
     ] = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--rule",
             metavar="PATTERN=b+R",
             help="Bits of the matrices with such names; may repeat, the last match counts",
@@ -37,22 +35,22 @@ def quantize(
     ] = None,
     calib: Annotated[
         list[str] | None,
-        typer.Option("--calib", metavar="FILE", help="Calibrate on this UTF-8 text instead of ours; may repeat"),
+        Option("--calib", metavar="FILE", help="Calibrate on this UTF-8 text instead of ours; may repeat"),
     ] = None,
     calib_tokens: Annotated[
-        int | None, typer.Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
+        int | None, Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
+    seed: Annotated[int, Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
     threads: options.Threads = None,
-    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where torch computes")] = "cpu",
+    device: Annotated[str, Option("--device", metavar="cpu|cuda", help="Where torch computes")] = "cpu",
     spill_dir: Annotated[
         str | None,
-        typer.Option("--spill-dir", metavar="DIR", help="Folder for the hidden states [the unfinished output]"),
+        Option("--spill-dir", metavar="DIR", help="Folder for the hidden states [the unfinished output]"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made and taken, make nothing")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard what an unfinished run left")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the twobit model at OUT")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no progress")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be made and taken, make nothing")] = False,
+    restart: Annotated[bool, Option("--restart", help="Discard what an unfinished run left")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the twobit model at OUT")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout, no progress")] = False,
 ) -> int:
     """Split a checkpoint into a 2-bit draft and its residual.
 
@@ -87,7 +85,7 @@ def quantize(
     )
     if find_spec("torch") is None:  # a missing extra is told before any work
         raise ModuleNotFoundError("torch", name="torch")
-    folder, target = _source(source, as_json), Path(out).expanduser()
+    folder, target = options.checkpoint_folder(source, quiet=as_json), Path(out).expanduser()
     if dry_run:
         _show_plan(plan(folder, target, settings), as_json)
         return 0
@@ -107,19 +105,6 @@ def quantize(
     else:
         _show_summary(summary)
     return 0
-
-
-def _source(source: str, quiet: bool) -> Path:
-    """The checkpoint's folder; one that is named by a Hub id is downloaded into the Hub's cache first."""
-    path = Path(source).expanduser()
-    found = None if os.path.lexists(path) else options.hub_id(source)
-    if found is None:
-        return path
-    from twobit import hub
-    from twobit.cli.progress import quiet_libraries
-
-    quiet_libraries(quiet)
-    return hub.checkpoint(*found)
 
 
 def _gb(size: float) -> str:

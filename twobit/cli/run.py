@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from twobit.cli import options, output
+from twobit.cli.command import Argument, Option
 from twobit.errors import UsageError
 from twobit.memory import peak_memory
-from twobit.runtime.generate import Result, generate
-from twobit.runtime.tokenizer import Tokenizer
+from twobit.runtime.chat_template import start_ahead
+
+if TYPE_CHECKING:  # what takes long to import is imported when a template's process has started
+    from twobit.runtime.generate import Result
+    from twobit.runtime.tokenizer import Tokenizer
 
 
 def run(
     model: options.ModelName,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads standard input")],
-    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Most new tokens [all the context holds]")] = None,
+    prompt: Annotated[str, Argument(metavar="PROMPT|-", help="The prompt; - reads standard input")],
+    n: Annotated[int | None, Option("-n", metavar="N", help="Most new tokens [all the context holds]")] = None,
     ctx: Annotated[
-        int | None, typer.Option("--ctx", metavar="N", help="Context in tokens [8192, more for a longer prompt]")
+        int | None, Option("--ctx", metavar="N", help="Context in tokens [8192, more for a longer prompt]")
     ] = None,
     system: options.SystemMessage = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template")] = False,
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it is, without chat template")] = False,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", metavar="R", help="1 is none")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option("--presence-penalty", metavar="R", help="0 is none")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", metavar="R", help="0 is none")] = 0.0,
+    repeat_penalty: Annotated[float, Option("--repeat-penalty", metavar="R", help="1 is none")] = 1.0,
+    presence_penalty: Annotated[float, Option("--presence-penalty", metavar="R", help="0 is none")] = 0.0,
+    frequency_penalty: Annotated[float, Option("--frequency-penalty", metavar="R", help="0 is none")] = 0.0,
     repeat_last_n: Annotated[
-        int, typer.Option("--repeat-last-n", metavar="N", help="Tokens that penalties look at; -1: all")
+        int, Option("--repeat-last-n", metavar="N", help="Tokens that penalties look at; -1: all")
     ] = 64,
     logit_bias: Annotated[
-        list[str] | None, typer.Option("--logit-bias", metavar="ID=X", help="Add X to a token's logit; may repeat")
+        list[str] | None, Option("--logit-bias", metavar="ID=X", help="Add X to a token's logit; may repeat")
     ] = None,
     logprobs: Annotated[
         int | None,
-        typer.Option("--logprobs", metavar="N", help="Log probability of each token, and the N likeliest with theirs"),
+        Option("--logprobs", metavar="N", help="Log probability of each token, and the N likeliest with theirs"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same text; another, another")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="S", help="End before this text; may repeat")
-    ] = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without drafting: the same text")] = False,
+    seed: Annotated[int, Option("--seed", metavar="N", help="Same seed, same text; another, another")] = 0,
+    stop: Annotated[list[str] | None, Option("--stop", metavar="S", help="End before this text; may repeat")] = None,
+    no_draft: Annotated[bool, Option("--no-draft", help="Decode without drafting: the same text")] = False,
     draft_max: Annotated[
-        int | None, typer.Option("--draft-max", metavar="N", help="Most tokens proposed per step [16]")
+        int | None, Option("--draft-max", metavar="N", help="Most tokens proposed per step [16]")
     ] = None,
-    draft_only: Annotated[bool, typer.Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
+    draft_only: Annotated[bool, Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
+    device: Annotated[str, Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
     threads: options.Threads = None,
     mlock: options.Mlock = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Say more about speed on stderr")] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Show token ids of prompt and answer")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    stats: Annotated[bool, Option("--stats", help="Say more about speed on stderr")] = False,
+    ids: Annotated[bool, Option("--ids", help="Show token ids of prompt and answer")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object on stdout")] = False,
 ) -> int:
     """Continue a prompt, or answer it where the model has a chat template.
 
@@ -68,6 +69,9 @@ def run(
     twobit run ./model "Once upon a time" --raw -n 100 --no-draft
     """
     started = time.perf_counter()
+    gc.disable()  # the many objects of a manifest stay: looking for garbage among them only takes time
+    if not raw:
+        start_ahead()
     if logprobs is not None:
         options.integer("--logprobs", logprobs, 0, options.MAX_LOGPROBS)
     sampling = options.sampling(
@@ -104,8 +108,11 @@ def run(
     if system is not None:
         messages.insert(0, {"role": "system", "content": options.unicode_text("-s", system)})
 
+    from twobit.runtime import tokenizer_cache
+    from twobit.runtime.generate import Result, generate
     from twobit.runtime.model import Model
     from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder, draft_only=draft_only)
     if mlock:
@@ -121,6 +128,7 @@ def run(
     step = StepOptions(draft_only=draft_only, eos=eos, logprobs=logprobs)
     if no_draft or draft_max is not None:
         step = replace(step, draft_max=0 if no_draft else draft_max or 0)
+    gc.enable()
     load_s = time.perf_counter() - started
 
     if ids and not as_json:
@@ -149,6 +157,7 @@ def run(
                 output.note(line)
     if done.finish_reason == "interrupted":
         raise KeyboardInterrupt
+    tokenizer_cache.keep(folder / "tokenizer.json")  # all is said: the next start is quicker
     return 0
 
 

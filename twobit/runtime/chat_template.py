@@ -7,6 +7,7 @@ when the time is over. Nothing else of the model's folder is ever run.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -125,17 +126,9 @@ class ChatTemplate:
             self._close = None
 
     def _start(self) -> None:
-        worker = Path(__file__).with_name("template_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(worker)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        )
+        self._process = _spare.pop() if _spare else _worker()
         self._close = weakref.finalize(self, _end, self._process)
         setup = {
-            "path": [p for p in sys.path if p],
             "template": self.text,
             "memory": MAX_MEMORY,
             "output": MAX_OUTPUT,
@@ -172,6 +165,38 @@ class ChatTemplate:
         finally:
             timer.cancel()
         return reply if isinstance(reply, dict) else {"kind": "failed", "error": "no answer"}
+
+
+_spare: list[subprocess.Popen[bytes]] = []  # started ahead, for the next template
+
+
+def start_ahead() -> None:
+    """Start a worker now, so that it is ready when a template is there; ends with this process if it is not used."""
+    if not _spare:
+        _spare.append(_worker())
+        atexit.register(_end_spare)
+
+
+def _end_spare() -> None:
+    while _spare:
+        _end(_spare.pop())
+
+
+def _worker() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps({"path": [p for p in sys.path if p]}).encode() + b"\n")
+        process.stdin.flush()
+    except OSError:  # it died: the first rendering will say so
+        pass
+    return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twobit import __version__
+import twobit
 from twobit.errors import FormatError, TwobitError, UsageError
 
 MAGIC = b"twobit session\n\0"
@@ -41,7 +41,7 @@ class State:
 
 def write(path: Path, saved: State) -> None:
     """Write `saved`, by way of a temporary file beside `path`. Only its owner may read it: it holds a conversation."""
-    build, version = saved.build.encode("ascii"), __version__.encode("ascii")
+    build, version = saved.build.encode("ascii"), twobit.__version__.encode("ascii")
     header = _HEADER.pack(MAGIC, build, version, len(saved.tokens), saved.high, saved.state.size)
     digest = hashlib.sha256()
     temporary = ""
@@ -80,9 +80,11 @@ def read(path: Path, build: str, context: int, state_bytes: Callable[[int, int],
                     f"{path} is a session of another model: build {ascii(found[:12])[2:-1]}, this is {build[:12]}",
                     "use it with the model that it was saved with",
                 )
-            if version != __version__.encode("ascii").ljust(32, b"\0"):
+            if version != twobit.__version__.encode("ascii").ljust(32, b"\0"):
                 theirs = ascii(version.rstrip(b"\0"))[2:-1]
-                raise FormatError(f"{path} was saved by twobit {theirs}, this is {__version__}", "start a new session")
+                raise FormatError(
+                    f"{path} was saved by twobit {theirs}, this is {twobit.__version__}", "start a new session"
+                )
             if n > context:
                 raise UsageError(
                     f"{path} holds {n} tokens, but the context holds {context}", "raise --ctx where the model allows it"

@@ -5,7 +5,7 @@ a sandbox bounds neither time nor memory (`{{ "a" * 10**10 }}`, `"%9999999999d" 
 one C call cannot be stopped from Python. Hence the process: it limits its own address space and its output, and the
 parent kills it when it takes too long. It sees none of the parent's environment but time zone and locale.
 
-First line in: {"path": sys.path, "template": str, "memory": bytes, "output": characters}. Then, for every
+First line in: {"path": sys.path}; second: {"template": str, "memory": bytes, "output": characters}. Then, for every
 {"messages": [...], "add_generation_prompt": bool, "variables": {...}}, one line out: {"text": str} or
 {"error": str, "kind": "refused" | "syntax" | "forbidden" | "limit" | "failed"}.
 """
@@ -117,8 +117,11 @@ def explain(error: BaseException) -> dict[str, str]:
 def main() -> None:
     """Serve requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the parent decides
-    setup = json.loads(sys.stdin.buffer.readline())
-    sys.path[:] = setup["path"]
+    sys.path[:] = json.loads(sys.stdin.buffer.readline())["path"]
+    ready = environment()  # jinja2's import takes as long as a small model's; it is done before the template comes
+    setup = json.loads(sys.stdin.buffer.readline() or b"null")
+    if setup is None:  # it was not needed
+        return
     try:
         import resource
     except ImportError:  # no such limits on this system: time and output are limited all the same
@@ -129,7 +132,7 @@ def main() -> None:
 
     template, failure = None, None
     try:
-        template = environment().from_string(setup["template"])
+        template = ready.from_string(setup["template"])
     except Exception as error:
         failure = explain(error)
     for line in sys.stdin.buffer:

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from twobit.errors import TokenizerError
+from twobit.runtime import tokenizer_cache
 from twobit.runtime.chat_template import ChatTemplate, Message, find_template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -67,10 +68,7 @@ class Tokenizer:
                     "make it with transformers: AutoTokenizer.from_pretrained(SRC).save_pretrained(SRC)",
                 )
             raise TokenizerError(f"{path} is missing", "copy the tokenizer files of the model into its folder")
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
-        except Exception as error:  # tokenizers raises plain Exception
-            raise TokenizerError(f"{path} cannot be read: {error}") from error
+        backend = _backend(path)
 
         settings = _read_json(folder / "tokenizer_config.json")
         if config is None:
@@ -472,6 +470,19 @@ def _strings(value: Any) -> Iterable[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    short = tokenizer_cache.read(path)
+    if short is not None:
+        try:
+            return tokenizers.Tokenizer.from_buffer(short)
+        except Exception:  # damaged: the file itself will do
+            pass
+    try:
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
+    except Exception as error:  # tokenizers raises plain Exception
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
