@@ -2,12 +2,15 @@
 """Experiments on the draft: variants of the quantizer side by side, on the first layers of a checkpoint, in torch.
 
     python bench/draft_experiments.py score CHECKPOINT --model MODEL...
+    python bench/draft_experiments.py gaussian
     python bench/draft_experiments.py variants CHECKPOINT --layers 4 --tokens 12288 A: "S:seq=True,alpha=1,lam=1"
 
 Text: chats that the demo model wrote, from the end of the calibration text (held out as long as --tokens stays below
 50,000). KL is KL(reference || draft) in nats per token, the draft attending to the reference's keys and values in
 blocks of 8; a8 the tokens of such a block before the first that differs from the text. `variants` quantizes linears
-only and shows paired differences to the first variant. Settings of a variant:
+only and shows paired differences to the first variant. `gaussian` compares the lattice on independent Gaussian
+weights with the rate-distortion bound and with what QTIP (Tseng et al. 2024) publishes for its trellis code.
+Settings of a variant:
 
     seq      inputs of the draft's own layers, not of the reference's
     alpha    how far targets move from the weights to the regression of the reference's outputs on these inputs
@@ -244,10 +247,24 @@ def packed_draft(lab: Lab, model: Path, head: bool) -> Tensors:
     return {name: torch.from_numpy(layout.dequantize(packed.matrix(module))[0]) for module, name in names.items()}
 
 
+def gaussian() -> None:
+    """Mean squared error of the draft's codes on independent N(0, 1), beside the bound and a trellis code."""
+    from twobit.quant.rounding import identity
+
+    weights = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
+    bits = 2 + 8 / layout.COLS
+    ours = round_draft(weights, identity(weights.shape[1])).draft_error ** 2
+    bound, claimed = 2.0 ** (-2 * bits), 0.0693 / 2.0**-4  # QTIP: 0.0693 at 2 bits, where the bound is 1 / 16
+    print(
+        f"{bits:g} bits: ours {ours:.4f}, bound {bound:.4f}, a trellis as far above it as QTIP's {bound * claimed:.4f}"
+    )
+    print(f"predicted error energy of a trellis to ours at the same bits: {bound * claimed / ours:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("score", "variants"))
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("what", choices=("score", "variants", "gaussian"))
+    parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("variants", nargs="*", metavar="NAME:SETTINGS")
     parser.add_argument("--model", type=Path, action="append", default=[])
     parser.add_argument("--layers", type=int, default=4)
@@ -256,6 +273,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
+    if args.what == "gaussian":
+        return gaussian()
+    if args.checkpoint is None:
+        parser.error("CHECKPOINT is missing")
     lab = Lab(args.checkpoint)
     if args.what == "variants":
         return variants(lab, args.layers, args.tokens, args.variants)
