@@ -13,12 +13,15 @@ drafting, else the run stops. End tokens do not end a text.
 
 Settings: plain; auto (the default); chain1 .. chain8, tree8 (fixed, for hindsight); without-X (auto, less one
 mechanism). `llama` runs llama.cpp on the same prompts: plain decoding in its own time per token, and its speculative
-modes, for the models converted by scripts/peers.py. `table` prints Markdown from what is there, and nothing else.
+modes, for the models converted by scripts/peers.py. `equality` counts tokens that are the same with and without
+drafting, greedy and at temperature 0.8 on every prompt, and times nothing. `table` prints Markdown from what is
+there, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -28,7 +31,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +149,43 @@ def run(args: argparse.Namespace) -> None:
             return
 
 
+def equality(args: argparse.Namespace) -> None:
+    """As many texts as there are prompts and temperatures, each with and without drafting, until --seconds."""
+    from twobit.runtime.model import Model
+    from twobit.runtime.sampling import Sampling
+    from twobit.runtime.session import Session
+    from twobit.runtime.tokenizer import Tokenizer
+
+    started = time.monotonic()
+    model = Model.open(args.model)
+    tokenizer = Tokenizer.load(args.model, config=model.config, rows=model.vocab)
+    name = args.model.name.removesuffix("-2bit")
+    for number, kind, heat in itertools.product(range(12), args.kinds.split(","), TEMPERATURES):
+        path = args.out / name / f"{kind}-{number:02d}-{heat}-equality.json"
+        if path.exists():
+            continue
+        prompt = tokenizer.chat_ids([{"role": "user", "content": PROMPTS[kind][number]}])
+        sampling = Sampling() if heat == "greedy" else Sampling(temperature=float(heat), seed=1 + number)
+        texts, accepted = [], 0
+        for setting in ("plain", "auto"):
+            session, history = Session(model, len(prompt) + args.tokens, args.threads), array("i", prompt)
+            session.sync(prompt[:-1])
+            while (left := len(prompt) + args.tokens - len(history)) > 0:
+                step = session.step(history, sampling, replace(options_of(setting), budget=left))
+                history.extend(step.tokens)
+                accepted += step.accepted
+            texts.append(history)
+        if texts[0] != texts[1]:
+            at = next(i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b) - len(prompt)
+            raise SystemExit(f"{path.stem}: token {at} differs with drafting")
+        found = {"equal": args.tokens, "from_drafts": accepted, "threads": args.threads, "kernel": model.level}
+        write(path, {"model": name, "build_id": model.packed.manifest.build_id, **found})
+        say(f"{path.stem}: {args.tokens} tokens equal, {accepted} of them proposed")
+        if time.monotonic() - started > args.seconds:
+            say("more to do: run this again")
+            return
+
+
 def llama(args: argparse.Namespace) -> None:
     import peers
 
@@ -222,8 +264,13 @@ def table(args: argparse.Namespace) -> None:
         parts = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))}
         ours = {stem: part for stem, part in parts.items() if "runs" in part}
         theirs = {stem: part for stem, part in parts.items() if "speeds" in part}
+        equal = [part for part in parts.values() if "equal" in part]
         if ours:
             _table_ours(folder.name, ours)
+        if equal:
+            tokens, accepted = (sum(part[key] for part in equal) for key in ("equal", "from_drafts"))
+            print(f"\n{folder.name}: {tokens:,} tokens of {len(equal)} texts equal with and without drafting,")
+            print(f"{accepted:,} of them proposed.")
         if ours and theirs:
             _table_theirs(ours, theirs)
 
@@ -290,13 +337,13 @@ def _table_theirs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("run", run), ("llama", llama), ("table", table)):
+    for name, function in (("run", run), ("equality", equality), ("llama", llama), ("table", table)):
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "speculation")
         if name == "table":
             continue
-        place = {"run": ("--model", "smollm2-2bit"), "llama": ("--checkpoint", "smollm2")}[name]
+        place = ("--checkpoint", "smollm2") if name == "llama" else ("--model", "smollm2-2bit")
         command.add_argument(place[0], type=Path, default=ROOT / "build" / "demo" / place[1])
         command.add_argument("--kinds", default=",".join(PROMPTS))
         command.add_argument("-n", "--tokens", type=int, default=96)

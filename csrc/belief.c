@@ -1,4 +1,5 @@
 /* belief.c - see belief.h. */
+#include <math.h>
 #include <string.h>
 
 #include "belief.h"
@@ -24,9 +25,9 @@ int32_t tb_belief_sibling_bin(float confidence) { return bin_of(sibling_edges, c
 /* A text that is copied teaches within a step or two that it is; one that is not must not pay for the hope. */
 void tb_belief_new_text(tb_belief *b)
 {
-    static const double lookup[TB_BINS] = {.05, .15, .25, .35, .45, .55, .65, .75, .1, .2, .3, .4, .5, .6, .7, .8};
+    static const double lookup[TB_BINS] = {.14, .35, .39, .45, .49, .52, .56, .59, .05, .17, .35, .42, .49, .56, .59, .63};
     for (int32_t i = 0; i < TB_BINS; i++)
-        b->accept[TB_KIND_LOOKUP][i] = (tb_mean){lookup[i], 2};
+        b->accept[TB_KIND_LOOKUP][i] = (tb_mean){lookup[i], 4};
     for (int32_t kind = 0; kind < TB_KINDS; kind++)
         b->hit[kind] = b->hoped[kind] = 0.5;
 }
@@ -34,21 +35,23 @@ void tb_belief_new_text(tb_belief *b)
 /* What is assumed before anything was seen; a few observations outweigh it. */
 void tb_belief_init(tb_belief *b)
 {
-    static const double recycled[4] = {.3, .1, .06, .04};
+    static const double recycled[TB_BINS] = {.12, .2, .22, .25, .1, .1, .06, .02, .07, .07, .05, .02, .05, .05, .03, .02};
+    static const double often[TB_BINS] = {.01, .07, .09, .08, .09, .09, .08, .09, .05, .06, .05, .04, .05, .04, .04, .07};
     memset(b, 0, sizeof *b);
     tb_belief_new_text(b);
     for (int32_t i = 0; i < TB_BINS; i++) {
         double low = i ? (double)draft_edges[i - 1] : 0, high = i < TB_BINS - 1 ? (double)draft_edges[i] : 1;
         double few = i ? (double)sibling_edges[i - 1] : 0.005;
-        b->accept[TB_KIND_DRAFT][i] = (tb_mean){(low + high) / 2 * .95, 4};
-        b->accept[TB_KIND_SIBLING][i] = (tb_mean){few * .8, 6};
-        b->accept[TB_KIND_RECYCLED][i] = (tb_mean){recycled[i / 4] * (.4 + .4 * (i % 4)), 4};
-        b->ahead[i] = (tb_mean){.4 + .5 * i / (TB_BINS - 1), 4};
+        b->accept[TB_KIND_DRAFT][i] = (tb_mean){pow((low + high) / 2, .8), 8};
+        b->accept[TB_KIND_SIBLING][i] = (tb_mean){few * .9, 10};
+        b->accept[TB_KIND_RECYCLED][i] = (tb_mean){recycled[i], 8};
+        for (int32_t context = 0; context < TB_CONTEXTS; context++)
+            b->often[context][i] = often[i];
     }
-    b->ahead[TB_BINS] = (tb_mean){.6, 4};
+    b->best = 1;
     b->draft[1] = (tb_mean){0.35, 2};
     b->draft_slope = 0.1;
-    b->verify_slope = 0.12;
+    b->verify_slope = 0.2;
     b->tokens = b->cost = 4;
     b->patience = 16;
 }
@@ -69,12 +72,22 @@ double tb_belief_chance(const tb_belief *b, int32_t kind, int32_t bin)
 
 void tb_belief_learn(tb_belief *b, int32_t kind, int32_t bin, bool accepted)
 {
-    b->hit[kind] += 0.15 * (accepted - b->hit[kind]);
-    b->hoped[kind] += 0.15 * (b->accept[kind][bin].mean - b->hoped[kind]);
+    double weight = kind == TB_KIND_LOOKUP ? 0.15 : 0.02;
+    b->hit[kind] += weight * (accepted - b->hit[kind]);
+    b->hoped[kind] += weight * (b->accept[kind][bin].mean - b->hoped[kind]);
     tb_belief_learn_mean(&b->accept[kind][bin], accepted);
 }
 
 /* --- costs: a line through what was measured, and the more often a number of tokens was, the more its own mean --- */
+
+void tb_belief_pin(tb_belief *b, const double *draft, const double *verify)
+{
+    b->pinned = true;
+    for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
+        b->draft[m] = (tb_mean){draft[m], 1e12};
+    for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)
+        b->verify[m] = (tb_mean){verify[m], 1e12};
+}
 
 static double cost_of(const tb_mean *seen, int32_t m, double first, double slope)
 {
@@ -95,18 +108,63 @@ static void learn_cost(tb_mean *seen, double *slope, double first, int32_t m, do
     }
 }
 
-/* What was done lately, but no more than the best chain of drafts promises from here: a rate that a passage gave which is over now
- * says nothing about what drafting is worth in this one. */
-double tb_belief_rate(const tb_belief *b, int32_t most)
+int32_t tb_belief_context(int32_t bin) { return bin < 7 ? TB_BEHIND_GUESS : TB_BEHIND_SURE; }
+
+void tb_belief_learn_often(tb_belief *b, int32_t context, int32_t bin)
 {
-    double lately = b->tokens / b->cost, best = 1, expected = 1, path = 1;
-    for (int32_t k = 1; k <= most && k < 24; k++) {
-        path *= b->ahead[k == 1 ? TB_BINS : TB_BINS * 2 / 3].mean;
-        expected += path;
-        double rate = expected / (k * b->draft[1].mean + tb_belief_verify(b, k + 1));
-        best = rate > best ? rate : best;
+    for (int32_t i = 0; i < TB_BINS; i++)
+        b->often[context][i] += 0.03 * ((i == bin) - b->often[context][i]);
+}
+
+double tb_belief_ahead(const tb_belief *b, int32_t context)
+{
+    double sum = 0;
+    for (int32_t i = 0; i < TB_BINS; i++)
+        sum += b->often[context][i] * b->likely[i];
+    return sum;
+}
+
+static double more_worth(const tb_belief *b, int32_t context, int32_t m, double c)
+{
+    double at = c * TB_GRID;
+    int32_t i = at < TB_GRID - 1 ? (int32_t)at : TB_GRID - 1;
+    const double *w = b->worth[context][m < TB_AHEAD ? m : TB_AHEAD];
+    return w[i] + (at - i) * (w[i + 1] - w[i]);
+}
+
+double tb_belief_worth(const tb_belief *b, int32_t context, int32_t m, double c, double rate, double draft)
+{
+    double token = tb_belief_verify(b, m + 1) - tb_belief_verify(b, m), sum = -rate * draft;
+    token = rate * (token > 0.01 ? token : 0.01);
+    for (int32_t i = 0; i < TB_BINS; i++) {
+        double path = c * b->likely[i], net = path - token + more_worth(b, tb_belief_context(i), m + 1, path);
+        sum += net > 0 ? b->often[context][i] * net : 0;
     }
-    return lately < 1 ? 1 : lately < best ? lately : best;
+    return sum;
+}
+
+/* Fills `worth`, from the longest path back, and moves `best` towards the rate at which a step that drafts is worth its time. */
+static void look_ahead(tb_belief *b, double rate)
+{
+    for (int32_t i = 0; i < TB_BINS; i++)
+        b->likely[i] = tb_belief_chance(b, TB_KIND_DRAFT, i);
+    for (int32_t m = TB_AHEAD; m > 1; m--)
+        for (int32_t context = TB_BEHIND_GUESS; context < TB_CONTEXTS; context++)
+            for (int32_t i = 0; i <= TB_GRID; i++) {
+                double net = m == TB_AHEAD ? 0 : tb_belief_worth(b, context, m, (double)i / TB_GRID, rate, b->draft[1].mean);
+                b->worth[context][m][i] = net > 0 ? net : 0;
+            }
+}
+
+/* What drafting alone promises. What a passage brought that could be looked up says nothing about what time is worth in this one.
+ * Where drafting has lost time so far, it must promise more. */
+double tb_belief_rate(tb_belief *b)
+{
+    look_ahead(b, b->best);
+    b->best += 0.3 * (1 - b->best + tb_belief_worth(b, TB_AFTER_HIT, 1, 1, b->best, b->draft[1].mean));
+    b->best = b->best < 1 ? 1 : b->best > 8 ? 8 : b->best;
+    double lost = b->spent - b->total - 0.5;
+    return b->best * (lost > 0 ? 1 + fmin(0.2 * lost, 1) : 1);
 }
 
 /* What a step took altogether, against what was expected, says how fast the machine is at the moment; the rest is how its parts
@@ -120,9 +178,13 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
     }
     double now = seconds / expected;
     b->steps++;
+    b->spent += expected;
+    b->total += tokens;
     b->tokens += 0.15 * (tokens - b->tokens);
     b->cost += 0.15 * (expected - b->cost);
     b->idle = n ? 0 : b->idle + 1;
+    if (b->pinned)
+        return;
     if (b->plain_s > 0 && now > 2 * b->plain_s) {
         follow(&b->plain_s, now, 0.1);
         return;

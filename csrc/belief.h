@@ -8,6 +8,11 @@
 
 #include "tb.h"
 
+/* Where a draft pass stands: behind the root after a step whose draft was wrong or not asked, or right; behind a draft's own token that it
+ * was little sure of, or sure. */
+enum { TB_AFTER_MISS = 0, TB_AFTER_HIT = 1, TB_BEHIND_GUESS = 2, TB_BEHIND_SURE = 3, TB_CONTEXTS = 4 };
+enum { TB_AHEAD = 8, TB_GRID = 16 };
+
 typedef struct tb_mean {
     double mean, weight;                    /* weight: how much was seen, the prior included */
 } tb_mean;
@@ -19,8 +24,15 @@ typedef struct tb_belief {
     double draft_slope, verify_slope;       /* of a token more, whatever M */
     tb_mean accept[TB_KINDS][TB_BINS];      /* chance that a proposal is the sampled token, given that its parent was */
     double hit[TB_KINDS], hoped[TB_KINDS];  /* what came and what was expected, over the last few proposals */
-    tb_mean ahead[TB_BINS + 1];             /* the same of the draft's next token, after one of this bin; the last: after the root */
+    double often[TB_CONTEXTS][TB_BINS];     /* how often the draft's next token comes in a bin */
+    double likely[TB_BINS];                 /* chances of the draft's first choice by bin, for this step */
+    double worth[TB_CONTEXTS][TB_AHEAD + 1][TB_GRID + 1];   /* see tb_belief_worth */
+    double best;                            /* tokens per plain step that drafting alone promises */
     double tokens, cost;                    /* decaying sums of the last steps */
+    double total;                           /* tokens so far */
+    double spent;                           /* cost of all steps so far */
+    bool missed;                            /* the draft was wrong about the last token */
+    bool pinned;                            /* costs were given and stay */
     int64_t steps, idle, patience;          /* idle: steps since the last draft; patience: how many before looking again */
 } tb_belief;
 
@@ -34,11 +46,21 @@ int32_t tb_belief_draft_bin(float confidence);
 int32_t tb_belief_sibling_bin(float confidence);
 double tb_belief_verify(const tb_belief *b, int32_t m);
 double tb_belief_draft(const tb_belief *b, int32_t m);
-/* Tokens per plain step that the time now spent could bring elsewhere: what more drafting has to beat. */
-double tb_belief_rate(const tb_belief *b, int32_t most);
+/* Tokens per plain step that the time now spent could bring elsewhere: what more drafting has to beat. Comes first in a step: what
+ * follows builds on what it finds. */
+double tb_belief_rate(tb_belief *b);
+int32_t tb_belief_context(int32_t bin);
+/* The chance that the draft's next token is right. */
+double tb_belief_ahead(const tb_belief *b, int32_t context);
+/* Tokens that drafting from here on brings, less what it costs at this rate: a first pass that costs `draft`, then as long as each next one
+ * pays; behind a path of chance c, m tokens to verify so far. */
+double tb_belief_worth(const tb_belief *b, int32_t context, int32_t m, double c, double rate, double draft);
+void tb_belief_learn_often(tb_belief *b, int32_t context, int32_t bin);
 /* Chance of a proposal: what its bin has seen, times how expectations of its kind have turned out just now. */
 double tb_belief_chance(const tb_belief *b, int32_t kind, int32_t bin);
 void tb_belief_learn(tb_belief *b, int32_t kind, int32_t bin, bool accepted);
+/* Costs of passes over M tokens in plain steps, draft[TB_MAX_DRAFT + 1], verify[TB_MAX_DRAFT + 2], instead of measured ones. */
+void tb_belief_pin(tb_belief *b, const double *draft, const double *verify);
 /* Another text: what lookups were worth in the one before says nothing. */
 void tb_belief_new_text(tb_belief *b);
 void tb_belief_learn_mean(tb_mean *mean, double seen);

@@ -22,7 +22,7 @@ typedef struct node {
     int32_t kind;                   /* who proposed it first */
     int32_t bins[TB_KINDS];         /* how confident each proposer was; -1: it did not propose this */
     int32_t slot;                   /* where the draft has put its keys, -1: nowhere yet */
-    int32_t ahead, first;           /* once drafted: the bin of what was expected, and the draft's first choice */
+    int32_t first;                  /* once drafted: the draft's first choice */
     double own, value;              /* chance given its parent; of the whole path */
     bool ends;
 } node;
@@ -67,9 +67,9 @@ static int32_t add_child(plan *p, int32_t parent, int32_t token, int32_t kind, i
         node *c = &p->nodes[i];
         if (c->parent != parent || c->token != token)
             continue;
-        if (c->bins[kind] < 0) {
+        if (c->bins[kind] < 0 && kind != TB_KIND_RECYCLED) {
             c->bins[kind] = bin;
-            c->own = limited(1 - (1 - c->own) * (1 - chance));
+            c->own = kind == TB_KIND_DRAFT ? limited(1 - (1 - c->own) * (1 - chance)) : fmax(c->own, chance);
         }
         return i;
     }
@@ -191,6 +191,15 @@ static void propose_recycled(plan *p)
     }
 }
 
+/* Which of the draft's expectations applies behind node i. */
+static int32_t context_of(const plan *p, int32_t i)
+{
+    const node *c = &p->nodes[i];
+    if (i == 0)
+        return p->s->belief.missed ? TB_AFTER_MISS : TB_AFTER_HIT;
+    return tb_belief_context(c->bins[TB_KIND_DRAFT] >= 0 ? c->bins[TB_KIND_DRAFT] : tb_belief_draft_bin((float)c->own));
+}
+
 /* What the draft thinks follows node i, from its logits. */
 static bool add_drafted(plan *p, int32_t i, const float *logits)
 {
@@ -209,6 +218,8 @@ static bool add_drafted(plan *p, int32_t i, const float *logits)
         int32_t kind = first ? TB_KIND_DRAFT : TB_KIND_SIBLING;
         if (!first && !p->o->draft_fixed && p->nodes[i].value * tb_belief_chance(&s->belief, kind, bin) < LEAST)
             continue;
+        if (first)
+            tb_belief_learn_often(&s->belief, context_of(p, i), bin);
         int32_t child = add_child(p, i, tokens[k], kind, bin);
         if (!first || child < 0)
             continue;
@@ -242,33 +253,18 @@ static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
     return true;
 }
 
-/* Which of the draft's expectations applies behind node i. */
-static int32_t ahead_of(const plan *p, int32_t i)
+/* What drafting behind node i is worth beyond what others have proposed there, if the first pass costs so much. */
+static double worth_of(const plan *p, int32_t i, double cost)
 {
-    const node *c = &p->nodes[i];
-    return i == 0 ? TB_BINS : c->bins[TB_KIND_DRAFT] >= 0 ? c->bins[TB_KIND_DRAFT] : tb_belief_draft_bin((float)c->own);
-}
-
-/* Tokens that drafting behind node i may bring beyond what others have proposed there. */
-static double gain_of(const plan *p, int32_t i)
-{
-    const node *c = &p->nodes[i];
-    double known = 0;
+    const tb_belief *b = &p->s->belief;
+    int32_t context = context_of(p, i);
+    double known = 0, ahead = tb_belief_ahead(b, context);
     for (int32_t k = i + 1; k < p->n_nodes; k++)
         known += p->nodes[k].parent == i ? p->nodes[k].own : 0;
-    double ahead = p->s->belief.ahead[ahead_of(p, i)].mean;
-    return ahead > known ? c->value * (ahead - known) : 0;
+    return known < ahead ? tb_belief_worth(b, context, p->n_chosen, p->nodes[i].value * (1 - known / ahead), p->rate, cost) : -1;
 }
 
 static bool can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
-
-/* A token more in the verification: the average over the next four, as kernels take tokens in tiles. */
-static double next_token_cost(const plan *p)
-{
-    int32_t m = p->n_chosen, far = m + 4 > p->most + 1 ? p->most + 1 : m + 4;
-    double cost = far > m ? (tb_belief_verify(&p->s->belief, far) - tb_belief_verify(&p->s->belief, m)) / (far - m) : 0;
-    return cost > 0.01 ? cost : 0.01;
-}
 
 /* The next batch for the draft, 0: nothing pays. A node whose ancestors are not drafted takes them along. */
 static int32_t next_batch(plan *p, int32_t *batch, bool forced)
@@ -276,7 +272,7 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
     const tb_belief *b = &p->s->belief;
     int32_t best = -1, best_new = 0, m = 0;
     choose(p, p->rate, 0);
-    double token = next_token_cost(p), best_net = forced ? -1e9 : 0;
+    double best_net = forced ? -1e9 : 0;
     for (int32_t i = 0; i < p->n_nodes; i++) {
         if (!can_draft(p, i))
             continue;
@@ -285,7 +281,7 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
             fresh++;
         if (p->n_slots + fresh > p->most + 1)
             continue;
-        double net = gain_of(p, i) - p->rate * (tb_belief_draft(b, fresh) + token);
+        double net = worth_of(p, i, tb_belief_draft(b, fresh));
         if (net > best_net) {
             best_net = net;
             best = i;
@@ -299,7 +295,7 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
         batch[--k] = at;
     for (int32_t i = 0; branches(p) && best_new == 1 && i < p->n_nodes && m < TB_LEVEL && p->n_slots + m < p->most + 1; i++)
         if (i && i != best && can_draft(p, i) && p->nodes[p->nodes[i].parent].slot >= 0 &&
-            gain_of(p, i) > p->rate * (tb_belief_draft(b, m + 1) - tb_belief_draft(b, m) + token))
+            worth_of(p, i, tb_belief_draft(b, m + 1) - tb_belief_draft(b, m)) > 0)
             batch[m++] = i;
     return m;
 }
@@ -312,8 +308,6 @@ static void propose_draft(plan *p, int32_t forced)
         return;
     while (p->n_passes < TB_MAX_DRAFT && (m = next_batch(p, batch, p->n_passes < forced)) > 0) {
         bool level = m > 1 && p->nodes[batch[1]].parent != batch[0];
-        for (int32_t t = level ? 0 : m - 1; t < m; t++)
-            p->nodes[batch[t]].ahead = ahead_of(p, batch[t]);
         if (!run_draft(p, batch, m, level))
             break;
     }
@@ -322,11 +316,9 @@ static void propose_draft(plan *p, int32_t forced)
 /* A chain of exactly so many tokens from the 2-bit weights. */
 static void propose_chain(plan *p)
 {
-    for (int32_t at = 0; p->n_slots < p->most && can_draft(p, at); at = p->nodes[at].first) {
-        p->nodes[at].ahead = ahead_of(p, at);
+    for (int32_t at = 0; p->n_slots < p->most && can_draft(p, at); at = p->nodes[at].first)
         if (!run_draft(p, &at, 1, false) || p->nodes[at].first < 0)
             break;
-    }
 }
 
 /* A tree of exactly so many tokens where there are as many: levels of the likeliest nodes, whatever they cost. */
@@ -348,8 +340,6 @@ static void propose_tree(plan *p)
                 break;
             batch[m] = best;
         }
-        for (int32_t t = 0; t < m; t++)
-            p->nodes[batch[t]].ahead = ahead_of(p, batch[t]);
         more = m > 0 && run_draft(p, batch, m, true);
     }
 }
@@ -357,12 +347,12 @@ static void propose_tree(plan *p)
 /* Every so often a step is spent on learning what drafting would give. */
 static int32_t forced_drafts(tb_belief *b)
 {
-    if (b->steps < 3)                               /* plain, 1, 3: enough to know the machine */
-        return b->steps == 2 ? 3 : (int32_t)b->steps;
+    if (b->steps == 1)                              /* the first was plain: now the other cost that everything hangs on */
+        return 1;
     if (b->idle < b->patience)
         return 0;
     b->patience = b->patience < 256 ? 2 * b->patience : 256;
-    return 2;
+    return 1;
 }
 
 static void propose(plan *p)
@@ -382,14 +372,14 @@ static void propose(plan *p)
         propose_recycled(p);
         choose(p, 0, p->most);
     } else {
-        p->rate = tb_belief_rate(b, p->most);
+        p->rate = tb_belief_rate(b);
         int32_t forced = p->o->use & TB_USE_DRAFT ? forced_drafts(b) : 0;
         propose_lookup(p);
         propose_draft(p, forced);
         if (p->n_passes > forced)
             b->patience = 16;
         propose_recycled(p);
-        choose(p, p->rate, b->steps < 3 ? forced : 0);
+        choose(p, p->rate, b->steps == 1 ? forced : 0);
     }
     arrange(p);
 }
@@ -398,7 +388,7 @@ static void propose(plan *p)
 
 static int32_t short_head(const tb_step_options *o, int32_t vocab)
 {
-    int32_t rows = o->draft_vocab > 0 ? o->draft_vocab : vocab / 4 > 8192 ? vocab / 4 : 8192;
+    int32_t rows = o->draft_vocab > 0 ? o->draft_vocab : vocab / 6 > 8192 ? vocab / 6 : 8192;
     return !(o->use & TB_USE_SHORT_HEAD) || rows > vocab / 2 ? 0 : rows;
 }
 
@@ -464,8 +454,7 @@ static void learn_accepted(plan *p, int32_t i, int32_t token)
             for (int32_t kind = 0; kind < TB_KINDS; kind++)
                 if (p->nodes[c].bins[kind] >= 0)
                     tb_belief_learn(b, kind, p->nodes[c].bins[kind], p->nodes[c].token == token);
-    if (p->nodes[i].first >= 0)
-        tb_belief_learn_mean(&b->ahead[p->nodes[i].ahead], p->nodes[p->nodes[i].first].token == token);
+    b->missed = p->nodes[i].first >= 0 && p->nodes[p->nodes[i].first].token != token;
 }
 
 static int report_probabilities(tb_session *s, const float *logits, int32_t logprobs, tb_step_result *r)
@@ -600,12 +589,15 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     return TB_OK;
 }
 
+void tb_session_pin_costs(tb_session *s, const double *draft, const double *verify) { tb_belief_pin(&s->belief, draft, verify); }
+
 void tb_session_belief(const tb_session *s, tb_belief_view *v)
 {
     const tb_belief *b = &s->belief;
     memset(v, 0, sizeof *v);
     v->plain_s = b->plain_s;
     v->rate = b->tokens / b->cost;
+    v->spent = b->spent;
     for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
         v->draft[m] = b->draft[m].weight > 0 ? tb_belief_draft(b, m) : 0;
     for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)

@@ -126,6 +126,7 @@ typedef struct tb_belief_view {
     double plain_s;            /* seconds of a plain step */
     double draft[64], verify[65];              /* [M]: a pass over M tokens */
     double rate;               /* tokens per plain step, as of late */
+    double spent;              /* what all steps so far cost by these costs, in plain steps */
     double accept[4][16], seen[4][16];         /* chance that a proposal is accepted, by kind and confidence; how many were seen */
     int32_t head_rows;         /* vocabulary rows that the draft computes */
 } tb_belief_view;
@@ -166,6 +167,8 @@ double tb_session_product_seconds(const tb_session *s);   /* spent in matrix pro
 int tb_session_step(tb_session *s, const int32_t *history, int32_t n_history, const tb_sampling *sampling,
                     const tb_step_options *options, tb_step_result *result, char *err, size_t err_n);
 void tb_session_belief(const tb_session *s, tb_belief_view *view);
+/* Decisions by given costs instead of the clock, so that they can be repeated: draft[64], verify[65], by M as in the view. */
+void tb_session_pin_costs(tb_session *s, const double *draft, const double *verify);
 void tb_session_abort(tb_session *s, int32_t on);   /* from another thread or a signal handler; polled between layers */
 
 /* The sampler on its own: the token for `position` given fp32 logits [vocab] (not changed). */

@@ -80,10 +80,11 @@ class StepResult:
 @dataclass(frozen=True)
 class Belief:
     """What a session has measured. Costs in plain steps, by number of tokens in a pass: those measured. rate: tokens
-    per plain step as of late. accept: per kind of proposal and bin of confidence, (chance, how often seen)."""
+    per plain step as of late. spent: what all steps so far cost by these costs, in plain steps. accept: per kind of proposal and bin of confidence, (chance, how often seen)."""
 
     plain_s: float
     rate: float
+    spent: float
     draft: dict[int, float]
     verify: dict[int, float]
     accept: dict[str, list[tuple[float, float]]]
@@ -186,11 +187,27 @@ class Session:
         return Belief(
             plain_s=view.plain_s,
             rate=view.rate,
+            spent=view.spent,
             draft={m: cost for m, cost in enumerate(view.draft) if cost > 0},
             verify={m: cost for m, cost in enumerate(view.verify) if cost > 0},
             accept={kind: list(zip(view.accept[k], view.seen[k], strict=True)) for k, kind in enumerate(KINDS)},
             head_rows=view.head_rows,
         )
+
+    def pin_costs(self, draft: Sequence[float], verify: Sequence[float]) -> None:
+        """Decide by given costs instead of measured ones: decisions then depend on the text alone.
+
+        Plain steps per pass over 1, 2, ... tokens; the last two go on in a straight line. At least two of each.
+        """
+        if min(len(draft), len(verify)) < 2 or min(*draft, *verify) <= 0:
+            raise UsageError("costs of passes are positive, and at least two for draft and verification")
+
+        def line(costs: Sequence[float], n: int) -> list[float]:
+            slope = costs[-1] - costs[-2]
+            return [0.0, *costs, *(costs[-1] + slope * (i + 1) for i in range(n - len(costs)))][: n + 1]
+
+        tables = (ffi.new("double[]", line(draft, MAX_DRAFT)), ffi.new("double[]", line(verify, MAX_DRAFT + 1)))
+        lib.tb_session_pin_costs(self._session, *tables)
 
     @property
     def tokens(self) -> list[int]:
