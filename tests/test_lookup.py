@@ -156,19 +156,42 @@ def test_an_interrupted_step_teaches_nothing_about_ratios() -> None:
     assert [lib.tb_belief_verify(belief, 3), lib.tb_belief_draft(belief, 1)] == before
 
 
-def test_the_rate_is_at_least_plain_and_at_most_what_drafts_promise() -> None:
+def test_the_rate_is_at_least_plain_and_what_drafts_promise() -> None:
     lib, belief = library()[1], believe()
     for _ in range(60):
         teach(belief, 1, 0.01, tokens=1)
-    assert lib.tb_belief_rate(belief, 16) == 1
+    for _ in range(60):
+        teach(belief, 2, 0.0115, [(1, 0.003)], tokens=2)
+        promise = lib.tb_belief_rate(belief)
+    assert 1 < promise < 2
     for _ in range(60):
         teach(belief, 9, 0.02, tokens=9)
-    promise = lib.tb_belief_rate(belief, 16)
-    assert 1 < promise < 4, "a streak of lookups does not stop the draft"
-    for _ in range(200):
-        lib.tb_belief_learn_mean(belief.ahead + 16, 0.0)
-        lib.tb_belief_learn_mean(belief.ahead + 10, 0.0)
-    assert lib.tb_belief_rate(belief, 16) == 1
+        assert lib.tb_belief_rate(belief) < 2, "a streak of lookups does not stop the draft"
+    for _ in range(300):
+        for confidence in range(16):
+            lib.tb_belief_learn(belief, 1, confidence, False)
+        lib.tb_belief_rate(belief)
+    assert lib.tb_belief_rate(belief) == 1
+
+
+def test_a_loss_raises_what_drafting_must_promise() -> None:
+    lib, gained, lost = library()[1], believe(), believe()
+    for _ in range(60):
+        teach(gained, 2, 0.0115, [(1, 0.003)], tokens=2)
+        teach(lost, 2, 0.0115, [(1, 0.003)], tokens=1)
+    assert lib.tb_belief_rate(lost) > 1.5 * lib.tb_belief_rate(gained)
+
+
+def test_a_pass_is_worth_more_where_more_may_follow() -> None:
+    """At the end of the look ahead nothing follows; a dearer pass is worth less by what it costs more."""
+    lib, belief = library()[1], believe()
+    for _ in range(20):
+        rate = lib.tb_belief_rate(belief)
+    worth = [lib.tb_belief_worth(belief, 3, m, 1.0, rate, 0.3) for m in (1, 4, 7)]
+    assert worth == sorted(worth, reverse=True) and worth[0] > worth[2]
+    dear = lib.tb_belief_worth(belief, 3, 1, 1.0, rate, 0.5)
+    assert abs(worth[0] - dear - 0.2 * rate) < 1e-9
+    assert lib.tb_belief_worth(belief, 3, 1, 0.0, rate, 0.3) <= -0.3
 
 
 def test_chances_follow_what_is_seen() -> None:

@@ -80,7 +80,8 @@ class StepResult:
 @dataclass(frozen=True)
 class Belief:
     """What a session has measured. Costs in plain steps, by number of tokens in a pass: those measured. rate: tokens
-    per plain step as of late. spent: what all steps so far cost by these costs, in plain steps. accept: per kind of proposal and bin of confidence, (chance, how often seen)."""
+    per plain step as of late. spent: what all steps so far cost by these costs, in plain steps. accept: per kind of
+    proposal and bin of confidence, (chance, how often seen)."""
 
     plain_s: float
     rate: float
