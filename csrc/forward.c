@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "guard.h"
 #include "os.h"
 
 typedef struct pass {
@@ -34,6 +35,8 @@ static void mark_bad(pass *p, int32_t place)
 
 static int check(pass *p, char *err, size_t n)
 {
+    if (tb_guard_broken())
+        return tb_fail(err, n, TB_EINVAL, "a file of the model became shorter while it was in use: the model is incomplete, download or copy it again");
     static const char *const places[] = {"q/k/v_proj", "o_proj", "gate/up_proj", "down_proj", "lm_head"};
     int bad = atomic_load(&p->s->bad);
     if (!bad)

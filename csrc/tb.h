@@ -134,6 +134,9 @@ typedef struct tb_belief_view {
 const char *tb_cpu_level(void);                 /* kernels in use: "generic", "avx2", ... ; NULL: TB_EUNSUPPORTED, see tb_cpu_error */
 const char *tb_cpu_error(void);
 int tb_lock_memory(const void *p, size_t bytes);  /* keeps it in RAM; 0, or -1 where the system refuses */
+/* Mapped file memory [p, p + bytes), p at a page: where the file becomes shorter, evaluation fails instead of the process. 0, or -1. */
+int tb_guard(const void *p, size_t bytes);
+void tb_unguard(const void *p);                 /* before it is unmapped */
 int tb_cpu_threads(void);                       /* usable cores: affinity mask and cgroup quota */
 
 tb_model *tb_model_new(const tb_model_desc *desc, char *err, size_t err_n);

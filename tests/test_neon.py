@@ -26,6 +26,7 @@ ENGINE = [
     "model.c",
     "session.c",
     "forward.c",
+    "guard.c",
     "speculate.c",
     "belief.c",
     "lookup.c",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Model:
         self.draft_only = not any(name.endswith(".residual_codes") for name in packed.planes)
         self.level = cpu_level()
         self._keep: list[Any] = []
+        self._guard()
         buffer = ffi.new("char[512]")
         self.c_model = lib.tb_model_new(self._describe(), buffer, 512)
         if self.c_model == ffi.NULL:
@@ -38,6 +40,19 @@ class Model:
     def open(cls, path: str | Path, *, draft_only: bool = False) -> Model:
         """draft_only: the 2-bit part alone is read, and all that such a model can compute."""
         return cls(open_model(Path(path), parts="draft" if draft_only else "all"))
+
+    def _guard(self) -> None:
+        """A file that becomes shorter while it is mapped must end in an error, not in SIGBUS."""
+        mapped: dict[int, np.ndarray] = {}
+        for root in (*self.packed.planes.values(), *self.packed.plain.values()):
+            while isinstance(root.base, np.ndarray):
+                root = root.base
+            if isinstance(root, np.memmap):
+                mapped[root.ctypes.data] = root
+        for address, root in mapped.items():
+            pointer = ffi.cast("void *", address)
+            lib.tb_guard(pointer, root.nbytes)
+            weakref.finalize(root, lib.tb_unguard, pointer).atexit = False
 
     def lock(self) -> None:
         """Keep the weights in RAM, whatever else wants it. RuntimeFailure where the system's limit is lower."""
