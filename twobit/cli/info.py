@@ -150,4 +150,4 @@ def _short(value: Any) -> str:
     elif isinstance(value, float):
         value = f"{value:.6g}"
     text = output.clean(value if isinstance(value, str) else json.dumps(value))
-    return text if len(text) <= 200 else text[:197] + "..."
+    return text if len(text) <= 5000 else text[:4997] + "..."  # a stranger's may be endless
