@@ -95,7 +95,7 @@ def test_usage_errors_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_heavy_is_imported_for_help() -> None:
     code = (
         "import sys; from twobit.cli.main import main; code = main(['--help']);"
-        "heavy = {'torch', 'numpy', 'argparse', 'tokenizers', 'jinja2', 'rich', 'huggingface_hub'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'typer', 'tokenizers', 'jinja2', 'rich', 'huggingface_hub'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from twobit.cli import output
-from twobit.cli.command import Argument, parameters
+from twobit.cli.command import Argument, options
 from twobit.errors import UsageError
 
 BASH = """\
@@ -76,9 +76,7 @@ def options_of(command: str) -> list[tuple[str, str]]:
     from twobit.cli.main import function_of
 
     found = [("--help", "Show this")]
-    for parameter in parameters(function_of(command)):
-        found += [(name, parameter.help) for name in parameter.names]
-    return sorted(set(found))
+    return sorted({*found, *options(function_of(command))})
 
 
 def script(shell: str) -> str:

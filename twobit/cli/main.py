@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, whose
-# parameters are its arguments and options; what it returns is the exit code, None being 0.
+# Command -> what the list of commands says. Its module twobit.cli.<command> holds a function of that name, which
+# typer makes into arguments and options; what it returns is the exit code, None being 0.
 COMMANDS = {
     "quantize": "Split a Hugging Face checkpoint into a 2-bit draft and its residual",
     "run": "Continue a prompt, or answer it, with lossless drafting",
@@ -123,16 +123,12 @@ def _dispatch(args: list[str]) -> int:
 
 def _run(command: str, args: list[str]) -> int:
     from twobit.cli import output
-    from twobit.cli.command import Misuse, help_text, parse
+    from twobit.cli.command import Misuse, run
 
-    prog, function = f"twobit {command}", function_of(command)
+    prog = f"twobit {command}"
     try:
-        values = parse(function, prog, args)
+        code = run(function_of(command), prog, args)
     except Misuse as error:
         output.error(str(error), habit(command, args) or f"see `{prog} --help`")
         return 2
-    if values is None:
-        output.line(help_text(function, prog))
-        return 0
-    code = function(**values)
     return code if isinstance(code, int) else 0
