@@ -75,6 +75,13 @@ def cases(kinds: list[str]) -> Iterator[tuple[str, int, str]]:
                     yield kind, number, heat
 
 
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """As a user's message; as plain text where the model has no chat template."""
+    if tokenizer.template is None:
+        return list(tokenizer.encode_prompt(text + "\n\n"))
+    return list(tokenizer.chat_ids([{"role": "user", "content": text}]))
+
+
 def options_of(setting: str) -> Any:
     """StepOptions of a setting by its name."""
     from twobit.runtime.session import StepOptions, Use
@@ -114,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if set(settings) <= set(kept.get("runs", {})):
             continue
-        prompt = tokenizer.chat_ids([{"role": "user", "content": PROMPTS[kind][number]}])
+        prompt = prompt_ids(tokenizer, PROMPTS[kind][number])
         sampling = Sampling() if heat == "greedy" else Sampling(temperature=float(heat), seed=1 + number)
         runs: dict[str, dict[str, Any]] = {setting: {"tokens_per_s": []} for setting in settings}
         ids: list[int] = []
@@ -164,7 +171,7 @@ def equality(args: argparse.Namespace) -> None:
         path = args.out / name / f"{kind}-{number:02d}-{heat}-equality.json"
         if path.exists():
             continue
-        prompt = tokenizer.chat_ids([{"role": "user", "content": PROMPTS[kind][number]}])
+        prompt = prompt_ids(tokenizer, PROMPTS[kind][number])
         sampling = Sampling() if heat == "greedy" else Sampling(temperature=float(heat), seed=1 + number)
         texts, accepted = [], 0
         for setting in ("plain", "auto"):
@@ -205,7 +212,7 @@ def llama(args: argparse.Namespace) -> None:
         path = args.out / args.checkpoint.name / f"{kind}-{number:02d}-llama.json"
         if heat != "greedy" or path.exists():
             continue
-        prompt = tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": PROMPTS[kind][number]}]))
+        prompt = tokenizer.decode(prompt_ids(tokenizer, PROMPTS[kind][number]))
         speeds: dict[str, list[float]] = {}
         for _ in range(args.rounds):
             speeds.setdefault("plain", []).append(llama_plain(peers.BINARIES, eight, args.tokens, args.threads))
