@@ -3,6 +3,11 @@
  *   bench_kernels check                               every level against double, bit equality over m, tiles and levels
  *   bench_kernels time [ROWS COLS [b R GROUP]]        one matrix of every m, op and thread count, interleaved, medians
  *
+ * One command builds it on x86 (the levels need flags of their own, tests/test_kernels.py has them for each):
+ *   for l in avx2 avx512; do cc -O3 -std=c11 -mavx2 -mfma -mf16c $([ $l = avx512 ] && echo -mavx512f -mavx512bw -mavx512vl) \
+ *     -c csrc/kernels_$l.c -o build/$l.o; done; cc -O3 -std=c11 csrc/{bench_kernels,kernels_generic,cpu,os}.c build/avx{2,512}.o \
+ *     -o build/bench_kernels -lm -pthread
+ *
  * Matrices lie in rotation over more memory than the caches hold. The bandwidth probe reads the same memory, with the
  * best of 1, 2 and 4 prefetched streams. A sample is about a
  * millisecond of wall-clock time (of as many rows as fit), and counts only if no thread lost its processor meanwhile,
