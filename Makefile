@@ -8,9 +8,9 @@ WERROR  ?= OFF
 DEMO    := build/demo
 DEMO_PROMPT := "Why is the sky blue?"
 STAMP   := $(VENV)/installed
-C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py)
+C_SOURCES := $(wildcard csrc/*.c csrc/*.h csrc/*.inc csrc/build_ffi.py csrc/gpu/*)
 
-.PHONY: install demo test test-full test-neon wheel cli-docs bench-kernels lint format peers bench-llama bench-quality bench-speculation clean
+.PHONY: install demo test test-full test-neon wheel cli-docs gpu-kernels bench-kernels lint format peers bench-llama bench-quality bench-speculation clean
 
 install: $(STAMP)
 
@@ -61,6 +61,11 @@ wheel: demo
 # docs/cli.md from the help of the commands.
 cli-docs: install
 	$(BIN)/python scripts/cli_docs.py
+
+# The kernels for CUDA in the package (nvcc, no GPU needed), and what they take on each kind of GPU.
+gpu-kernels: install
+	$(BIN)/python scripts/gpu_kernels.py
+	$(BIN)/python scripts/gpu_kernels.py --table
 
 # The matrix kernels on the demo model's shapes, against bandwidth and multiply peak probed in the same run.
 bench-kernels: demo

@@ -17,6 +17,7 @@
 enum { TB_CHUNK_MAX = 512, TB_RING_SLACK = TB_CHUNK_MAX + TB_MAX_DRAFT + 1 };
 
 struct tb_model {
+    struct tbg_model *gpu;      /* where it is placed on a device; NULL: CPU alone */
     atomic_int users;           /* the handle and its sessions; the last one frees */
     tb_model_desc d;            /* with layers and ropes copied below */
     tb_layer *layers;
@@ -67,6 +68,8 @@ typedef struct tb_rows {
 
 struct tb_session {
     tb_model *m;
+    struct tbg_session *gpu;    /* hybrid: cache and passes are there; NULL: CPU alone */
+    const tb_sampling *sampling;    /* of the step that is under way */
     tb_pool *pool;
     int32_t threads, max_context, capacity, length, high;  /* high: one past the highest position ever written */
     tb_cache *caches;
@@ -95,6 +98,10 @@ enum { TB_LOGITS_NONE = 0, TB_LOGITS_LAST = 1, TB_LOGITS_ALL = 2 };
 
 void *tb_alloc(size_t bytes);   /* 64-byte aligned, zeroed; NULL when out of memory */
 void tb_free(void *p);
+/* TB_OK, or the line about a mapped file that was cut short: what was computed is worth nothing. */
+int tb_check_files(char *err, size_t n);
+/* The line about an input that was not finite; bad: 1 + 8 * layer + place, the head as the last layer. */
+int tb_fail_not_finite(int bad, int32_t position, int32_t n_tokens, char *err, size_t n);
 int tb_fail(char *err, size_t n, int code, const char *format, ...);
 
 /* Room for positions up to `needed` and for `tokens` tokens per pass with `rows_out` rows of logits. */

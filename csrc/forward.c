@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "gpu/hybrid.h"
 #include "guard.h"
 #include "os.h"
 
@@ -33,21 +34,34 @@ static void mark_bad(pass *p, int32_t place)
     atomic_compare_exchange_strong(&p->s->bad, &expected, 1 + p->layer * 8 + place);
 }
 
-static int check(pass *p, char *err, size_t n)
+int tb_check_files(char *err, size_t n)
 {
     if (tb_guard_broken())
         return tb_fail(err, n, TB_EINVAL, "a file of the model became shorter while it was in use: the model is incomplete, download or copy it again");
+    return TB_OK;
+}
+
+int tb_fail_not_finite(int bad, int32_t position, int32_t n_tokens, char *err, size_t n)
+{
     static const char *const places[] = {"q/k/v_proj", "o_proj", "gate/up_proj", "down_proj", "lm_head"};
+    int place = (bad - 1) % 8, layer = (bad - 1) / 8;
+    if (place == AT_HEAD)
+        return tb_fail(err, n, TB_ENONFINITE, "the input of lm_head is not finite (positions %d to %d): the model's weights are damaged",
+                       (int)position, (int)(position + n_tokens - 1));
+    return tb_fail(err, n, TB_ENONFINITE, "layer %d: the input of %s is not finite (positions %d to %d): the model's weights are damaged",
+                   layer, places[place], (int)position, (int)(position + n_tokens - 1));
+}
+
+static int check(pass *p, char *err, size_t n)
+{
+    const int code = tb_check_files(err, n);
+    if (code)
+        return code;
     int bad = atomic_load(&p->s->bad);
     if (!bad)
         return TB_OK;
     atomic_store(&p->s->bad, 0);
-    int place = (bad - 1) % 8, layer = (bad - 1) / 8;
-    if (place == AT_HEAD)
-        return tb_fail(err, n, TB_ENONFINITE, "the input of lm_head is not finite (positions %d to %d): the model's weights are damaged",
-                       (int)p->position, (int)(p->position + p->n - 1));
-    return tb_fail(err, n, TB_ENONFINITE, "layer %d: the input of %s is not finite (positions %d to %d): the model's weights are damaged",
-                   layer, places[place], (int)p->position, (int)(p->position + p->n - 1));
+    return tb_fail_not_finite(bad, p->position, p->n, err, n);
 }
 
 /* --- by token: the steps between products --- */
@@ -434,6 +448,8 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
         if (position + slot_of(&p, t) >= s->high)
             s->high = position + slot_of(&p, t) + 1;
     s->bytes_read += bytes_read(&p, which);
+    if (s->gpu)
+        return tbg_forward(s, op, tokens, n, position, tree, which, logits, err, err_n);
     by_token(&p, embed);
     for (int32_t i = 0; i < m->d.n_layers; i++) {
         if (atomic_load_explicit(&s->abort, memory_order_relaxed))

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "gpu/hybrid.h"
 #include "os.h"
 
 int tb_fail(char *err, size_t n, int code, const char *format, ...)
@@ -135,6 +136,7 @@ void tb_model_free(tb_model *m)
 {
     if (!m || atomic_fetch_sub(&m->users, 1) > 1)
         return;
+    tbg_model_free(m->gpu);
     free(m->layers);
     free(m->ropes);
     free(m);

@@ -83,6 +83,10 @@ long tb_switches(void) { return 0; }
 
 int tb_lock_memory(const void *p, size_t bytes) { return VirtualLock((void *)(uintptr_t)p, bytes) ? 0 : -1; }
 
+void *tb_library_open(const char *name) { return (void *)LoadLibraryA(name); }
+void *tb_library_symbol(void *library, const char *name) { return (void *)(uintptr_t)GetProcAddress((HMODULE)library, name); }
+void tb_memory_unneeded(const void *p, size_t bytes) { VirtualUnlock((void *)(uintptr_t)p, bytes); }    /* of pages not locked: leaves the working set */
+
 void *tb_aligned(size_t bytes) { return _aligned_malloc((bytes + 63) / 64 * 64, 64); }
 void tb_aligned_free(void *p) { _aligned_free(p); }
 
@@ -93,6 +97,7 @@ void tb_aligned_free(void *p) { _aligned_free(p); }
 #include "os.h"
 #include "tb.h"
 
+#include <dlfcn.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -161,6 +166,20 @@ long tb_switches(void)
 }
 
 int tb_lock_memory(const void *p, size_t bytes) { return mlock(p, bytes) ? -1 : 0; }
+
+void *tb_library_open(const char *name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL); }
+void *tb_library_symbol(void *library, const char *name) { return dlsym(library, name); }
+
+void tb_memory_unneeded(const void *p, size_t bytes)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), at = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
+#ifdef MADV_PAGEOUT     /* unlike MADV_DONTNEED it never loses what is not in a file */
+    if (end > at) (void)madvise((void *)at, end - at, MADV_PAGEOUT);
+#else
+    (void)at;
+    (void)end;
+#endif
+}
 
 void *tb_aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 void tb_aligned_free(void *p) { free(p); }

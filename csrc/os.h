@@ -43,6 +43,11 @@ int tb_forks(void);                /* grows in a forked child: threads started b
 int tb_processors(void);           /* that are online, 1 or more */
 long tb_switches(void);            /* how often the calling thread lost its processor; 0 where nobody counts */
 
+/* A library of the system by its name; NULL: not there. Once opened it stays. */
+void *tb_library_open(const char *name);
+void *tb_library_symbol(void *library, const char *name);
+void tb_memory_unneeded(const void *p, size_t bytes);   /* mapped from a file: its pages need not stay in RAM */
+
 void *tb_aligned(size_t bytes);    /* on 64 bytes, not zeroed; NULL when out of memory */
 void tb_aligned_free(void *p);     /* NULL is fine */
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "engine.h"
+#include "gpu/hybrid.h"
 #include "sampler.h"
 
 static int32_t round8(int32_t n) { return (n + 7) / 8 * 8; }
@@ -118,10 +119,10 @@ static int reserve_buffer(float **buffer, size_t *have, size_t want, char *err, 
 
 int tb_session_reserve(tb_session *s, int32_t needed, int32_t tokens, int32_t rows_out, char *err, size_t n)
 {
-    int code = reserve_cache(s, needed, err, n);
-    if (!code)
+    int code = s->gpu ? tbg_session_reserve(s, tokens, err, n) : reserve_cache(s, needed, err, n);
+    if (!code && !s->gpu)
         code = reserve_tokens(s, tokens, err, n);
-    if (!code)
+    if (!code && !s->gpu)
         code = reserve_buffer(&s->s.scores, &s->s.scores_n, (size_t)s->threads * (size_t)s->m->group_max * ((size_t)s->capacity + 24), err, n);
     if (!code && rows_out > s->s.rows_out) {
         size_t have = (size_t)s->s.rows_out * (size_t)s->m->d.vocab;
@@ -158,6 +159,10 @@ tb_session *tb_session_new(tb_model *m, int32_t max_context, int32_t threads, ch
         tb_fail(err, n, TB_ENOMEM, "out of memory for a session");
         return NULL;
     }
+    if (m->gpu && tbg_session_new(s, err, n)) {
+        tb_session_free(s);
+        return NULL;
+    }
     return s;
 }
 
@@ -165,6 +170,7 @@ void tb_session_free(tb_session *s)
 {
     if (!s)
         return;
+    tbg_session_free(s);
     for (int32_t i = 0; s->caches && i < s->m->d.n_layers; i++) {
         tb_free(s->caches[i].keys);
         tb_free(s->caches[i].values);
@@ -202,11 +208,11 @@ size_t tb_session_bytes(const tb_session *s)
     size_t bytes = (s->draft_logits ? TB_LEVEL * vocab * sizeof(float) : 0) + tb_lookup_bytes(&s->lookup, s->m->d.vocab) +
                    tb_recycled_bytes(&s->recycled, s->m->d.vocab) + s->s.bytes + s->s.scores_n * sizeof(float) + s->s.kernel_n * (size_t)s->threads +
                    (size_t)s->s.rows_out * (size_t)s->m->d.vocab * sizeof(float);
-    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+    for (int32_t i = 0; !s->gpu && i < s->m->d.n_layers; i++) {
         const tb_layer *l = &s->m->layers[i];
         bytes += 2 * sizeof(uint16_t) * (size_t)s->caches[i].ring * (size_t)l->head_dim * (size_t)l->n_kv_heads;
     }
-    return bytes;
+    return bytes + tbg_session_bytes(s);
 }
 
 /* --- moving --- */
@@ -239,12 +245,12 @@ static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     if (n > s->max_context - s->length)
         return tb_fail(err, err_n, TB_ECONTEXT, "the context holds %d tokens: %d are in use and %d more do not fit", (int)s->max_context,
                        (int)s->length, (int)n);
-    chunk = min32(min32(chunk, TB_CHUNK_MAX), n);
+    chunk = min32(min32(chunk, s->gpu ? s->m->gpu->pass_tokens : TB_CHUNK_MAX), n);
     int code = tb_session_reserve(s, s->length + min32(chunk, n), min32(chunk, n), 0, err, err_n);
     if (!code && tb_session_keep_history(s, s->length, tokens, n))
         code = tb_fail(err, err_n, TB_ENOMEM, "out of memory for the history");
     for (int32_t done = 0; done < n && !code;) {
-        int32_t m = min32(chunk, n - done);
+        int32_t m = s->gpu ? tbg_next_chunk(s, min32(chunk, n - done)) : min32(chunk, n - done);
         bool last = done + m == n;
         int32_t which = !logits ? TB_LOGITS_NONE : every ? TB_LOGITS_ALL : last ? TB_LOGITS_LAST : TB_LOGITS_NONE;
         code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
@@ -302,6 +308,11 @@ void tb_session_compact(tb_session *s, int32_t position, const int32_t *slots, i
     int32_t d0 = 0;
     while (d0 < n && slots[d0] == d0)
         d0++;
+    if (s->gpu) {
+        if (d0 < n)
+            tbg_compact(s, position, slots, n);
+        return;
+    }
     for (int32_t i = 0; d0 < n && i < s->m->d.n_layers; i++) {
         const tb_layer *l = &s->m->layers[i];
         tb_cache *c = &s->caches[i];
@@ -328,7 +339,7 @@ size_t tb_session_state_bytes(tb_session *s, int32_t length, int32_t high)
 {
     char unused[8];
     if (length < 0 || length > s->max_context || high < length || high > (1 << 30) + 8 ||
-        reserve_cache(s, length, unused, sizeof unused))
+        (!s->gpu && reserve_cache(s, length, unused, sizeof unused)))
         return 0;
     size_t bytes = 0;
     for (int32_t i = 0; i < s->m->d.n_layers; i++) {
@@ -339,11 +350,14 @@ size_t tb_session_state_bytes(tb_session *s, int32_t length, int32_t high)
 }
 
 /* Copies the blocks of positions [0, length) out of the cache, or into it; what a last block holds beyond length is zero outside. */
-static void move_state(tb_session *s, int32_t length, int32_t high, uint8_t *state, bool in)
+static int move_state(tb_session *s, int32_t length, int32_t high, uint8_t *state, bool in)
 {
-    for (int32_t i = 0; i < s->m->d.n_layers; i++) {
+    int code = TB_OK;
+    for (int32_t i = 0; i < s->m->d.n_layers && !code; i++) {
         const tb_layer *l = &s->m->layers[i];
         tb_cache *c = &s->caches[i];
+        if (s->gpu && (code = tbg_cache_open(s, i)))
+            break;
         size_t block = 8 * (size_t)l->head_dim, bytes = block * sizeof(uint16_t);
         for (size_t h = 0; h < (size_t)l->n_kv_heads; h++)
             for (int32_t b = first_block(c, high); b < (length + 7) / 8; b++) {
@@ -360,7 +374,10 @@ static void move_state(tb_session *s, int32_t length, int32_t high, uint8_t *sta
                             memset(state + e * sizeof(uint16_t), 0, sizeof(uint16_t));
                 }
             }
+        if (s->gpu)
+            code = tbg_cache_close(s, i, in);
     }
+    return code;
 }
 
 int tb_session_state_get(tb_session *s, uint8_t *state, size_t bytes, char *err, size_t n)
@@ -369,8 +386,8 @@ int tb_session_state_get(tb_session *s, uint8_t *state, size_t bytes, char *err,
         return tb_fail(err, n, TB_EINVAL, "the cache holds keys of the 2-bit part alone: nothing to save");
     if (bytes != tb_session_state_bytes(s, s->length, tb_session_high(s)))
         return tb_fail(err, n, TB_EINVAL, "the state has another size");
-    move_state(s, s->length, tb_session_high(s), state, false);
-    return TB_OK;
+    const int code = move_state(s, s->length, tb_session_high(s), state, false);
+    return code ? tbg_session_fail(s, code, err, n) : TB_OK;
 }
 
 int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, int32_t high, uint8_t *state, size_t bytes, char *err, size_t n)
@@ -382,7 +399,11 @@ int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, i
             return tb_fail(err, n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[i], (int)s->m->d.vocab);
     if (tb_session_keep_history(s, 0, tokens, length))
         return tb_fail(err, n, TB_ENOMEM, "out of memory for the history");
-    move_state(s, length, high, state, true);
+    const int code = move_state(s, length, high, state, true);
+    if (code) {
+        s->length = s->pure = s->high = 0;
+        return tbg_session_fail(s, code, err, n);
+    }
     s->length = s->pure = length;
     s->high = (high + 7) / 8 * 8;
     return TB_OK;

@@ -396,7 +396,7 @@ static int32_t short_head(const tb_step_options *o, int32_t vocab)
  * roughly that of frequency; what a text has used it will use again. */
 static int prepare_head(tb_session *s, const tb_step_options *o, int32_t n)
 {
-    int32_t vocab = s->m->d.vocab, blocks = (vocab + 15) / 16, rows = short_head(o, vocab);
+    int32_t vocab = s->m->d.vocab, blocks = (vocab + 15) / 16, rows = s->gpu ? 0 : short_head(o, vocab);
     size_t logits = TB_LEVEL * (size_t)vocab;
     tb_rows *h = &s->head;
     if (!s->draft_logits && !(s->draft_logits = tb_alloc(logits * sizeof *s->draft_logits)))
@@ -532,6 +532,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     int code = tb_sample_check(sampling, s->m->d.vocab, err, err_n);
     if (code)
         return code;
+    s->sampling = sampling;
     int32_t most = o->draft_only ? 0 : o->draft_max;
     if (most > TB_MAX_DRAFT)
         most = TB_MAX_DRAFT;

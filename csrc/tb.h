@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 /* cdef-begin */
-enum { TB_OK = 0, TB_EINVAL = 1, TB_ENOMEM = 2, TB_ENONFINITE = 3, TB_ECONTEXT = 4, TB_EABORT = 5, TB_EUNSUPPORTED = 6 };
+enum { TB_OK = 0, TB_EINVAL = 1, TB_ENOMEM = 2, TB_ENONFINITE = 3, TB_ECONTEXT = 4, TB_EABORT = 5, TB_EUNSUPPORTED = 6, TB_EDEVICE = 7 };
 
 /* One bit-sliced matrix W[rows, cols], planes as FORMAT.md lays them out. rows == 0: absent.
  *   draft     q2 = A (s (2c - (2^b - 1))) + B m        w2 = U q2
@@ -182,6 +182,39 @@ int tb_sample(const float *logits, int32_t vocab, const int32_t *history, int32_
 int tb_matmul(const tb_matrix *w, int32_t op, const float *x, int32_t m, float *y, int32_t threads, int32_t repeat, double *seconds, char *err, size_t err_n);
 /* One row of W as fp32 [cols], 2-bit part alone or in full. */
 int tb_matrix_row(const tb_matrix *w, int32_t full, int32_t row, float *out);
+
+/* --- accelerators: hybrid mode --- */
+
+/* kind: "cuda", "opencl" (a GPU where there is one), "opencl-gpu" (nothing else), "plain" (the kernels in C, for tests). cache_dir: an
+ * existing folder for compiled kernels, or NULL. ptx: the kernels for CUDA where NVRTC is missing, or NULL. NULL: not usable, or
+ * (*absent = 1) not there; err says why. */
+typedef struct tb_gpu tb_gpu;
+tb_gpu *tb_gpu_open(const char *kind, const char *cache_dir, const char *ptx, int32_t *absent, char *err, size_t err_n);
+void tb_gpu_free(tb_gpu *g);                    /* models on it keep it alive */
+const char *tb_gpu_name(const tb_gpu *g);
+int tb_gpu_real(const tb_gpu *g);               /* a processor of its own with memory of its own */
+size_t tb_gpu_memory(const tb_gpu *g);          /* bytes of the device */
+size_t tb_gpu_used(const tb_gpu *g);            /* allocated here */
+void tb_gpu_limit(tb_gpu *g, size_t bytes);     /* allocations beyond fail */
+/* Runs one kernel on copies of host memory, `repeat` times, and copies all of it back; absent buffers are NULL. params: a tbg_params.
+ * seconds, or NULL: of the runs, without copies. For tests and bench. */
+int tb_gpu_run(tb_gpu *g, const char *kernel, const int32_t *groups, uint8_t *const *buffers, const size_t *bytes, const void *params,
+               int32_t repeat, double *seconds, char *err, size_t err_n);
+
+/* Puts the 2-bit part, norms and biases of the model on the device, and the residual of the first `residual_layers` layers (one more:
+ * the head's too); passes take up to pass_tokens tokens; sessions made from then on are hybrid. Before any session. TB_ENOMEM: does not fit, and nothing is left behind. */
+int tb_model_place(tb_model *m, tb_gpu *g, int32_t residual_layers, int32_t pass_tokens, char *err, size_t err_n);
+/* Bytes of device memory that a session takes, passes of `pass_tokens` tokens (at most 2048) and streaming included. */
+size_t tb_model_session_bytes(const tb_model *m, int32_t max_context, int32_t pass_tokens);
+/* Tokens from which a pass brings the residual to the device instead of computing it on the CPU: 0 by what is measured, -1 never. */
+void tb_session_stream_from(tb_session *s, int32_t tokens);
+
+enum { TB_BUS_PREFILL = 0, TB_BUS_DRAFT = 1, TB_BUS_VERIFY = 2, TB_BUS_PHASES = 3 };
+/* Bytes that crossed the bus in a session, to the device and back, by phase. `weights`: those of them that were weights. */
+typedef struct tb_bus {
+    double to[3], back[3], weights[3];
+} tb_bus;
+void tb_session_bus(const tb_session *s, tb_bus *bus);
 
 /* Measurements on threads that stay from call to call. What a time is worth depends on tb_probe_disturbed. */
 typedef struct tb_probe tb_probe;

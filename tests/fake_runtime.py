@@ -128,7 +128,7 @@ def install(answer: str, *, block: int = 3, context: int = 4096, slow: bool = Fa
         logit_bias: dict[int, float] = field(default_factory=dict)
 
     class Model:
-        level, vocab = "generic", 600
+        level, vocab, placed = "generic", 600, None
         architecture = types.SimpleNamespace(max_context=context)
 
         def __init__(self, path: Path) -> None:

@@ -9,6 +9,7 @@ import functools
 import platform
 import re
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werr
 FLAGS = ["-std=c11", "-O3", *WARNINGS, "-ffp-contract=off", "-fPIC"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl"]
+GPU = [f"gpu/{name}.c" for name in ("device", "plain", "opencl", "cuda", "hybrid", "hybrid_session", "upload")]
 X86 = {"avx2": AVX2, "avx512": AVX512}  # flags of the levels that every compiler knows
 
 # Stands in for the kernels' choice of a level, and says which levels this processor runs.
@@ -64,6 +66,17 @@ def compile_c(compiler: str, output: Path, sources: list[Path], flags: list[str]
     command = [compiler, *FLAGS, f"-I{CSRC}", *flags, "-o", str(output), *map(str, sources), "-lm", "-pthread"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@functools.cache
+def gpu_source() -> str:
+    """The path of the C file that holds the kernels' text, made as the build makes it."""
+    path = Path(_generated.name) / "gpu_source.c"
+    subprocess.run([sys.executable, str(CSRC / "gpu" / "expand.py"), str(path)], check=True)
+    return str(path)
+
+
+_generated = tempfile.TemporaryDirectory(prefix="twobit-source-")
 
 
 def sanitizer(folder: Path, names: str) -> list[str]:

@@ -33,7 +33,7 @@ ENGINE = [
     "probe.c",
     "probe_neon.c",
 ]
-RUNTIME = KERNELS + OPS + ENGINE
+RUNTIME = [*KERNELS, *OPS, *ENGINE, *native.GPU, native.gpu_source()]
 X86 = {f"{part}_{level}.c": flags for level, flags in native.X86.items() for part in ("kernels", "probe")}
 X86["ops_avx2.c"] = native.AVX2
 
@@ -53,7 +53,7 @@ def compile_all(compiler: str, folder: Path, sources: list[str], flags: list[str
     special = {"kernels_neon.c": DOT, "probe_neon.c": DOT, **X86}
 
     def one(name: str) -> Path:
-        out = folder / f"{name}.o"
+        out = folder / f"{name.replace('/', '_')}.o"
         native.compile_c(compiler, out, [native.CSRC / name], [*flags, *special.get(name, []), "-c"])
         return out
 

@@ -45,7 +45,9 @@ def chat(
         int | None, Option("--seed", metavar="N", help="Same seed, same text; another, another [0]")
     ] = None,
     no_draft: Annotated[bool, Option("--no-draft", help="Decode without drafting: the same text")] = False,
-    device: Annotated[str, Option("--device", metavar="|".join(options.DEVICES), help="Where to run [auto]")] = "auto",
+    device: options.Device = "auto",
+    vram: options.Vram = None,
+    gpu_residual_layers: options.GpuResidualLayers = "auto",
     threads: options.Threads = None,
     mlock: options.Mlock = False,
 ) -> int:
@@ -70,7 +72,7 @@ def chat(
             "n": n,
         }
     )
-    options.device(device)
+    asked = options.where(device, vram, gpu_residual_layers)
     threads = options.threads(threads)
     if ctx is not None:
         options.integer("--ctx", ctx, 1)
@@ -84,13 +86,15 @@ def chat(
     from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder)
-    if mlock:
-        opened.lock()
     tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
     if tokenizer.template is None:
         raise TwobitError("this model has no chat template (a base model?)", "twobit run MODEL --raw continues a text")
     step = StepOptions(eos=tokenizer.eos_ids)
-    session = Session(opened, options.context(ctx, opened.architecture.max_context, 0, None), threads)
+    limit = options.context(ctx, opened.architecture.max_context, 0, None)
+    options.place(opened, asked, limit)
+    if mlock:
+        opened.lock()
+    session = Session(opened, limit, threads)
     talk = Conversation(
         session,
         tokenizer,

@@ -53,7 +53,11 @@ HABITS = {
     ("-c", "--ctx-size", "--context"): "the context is --ctx N",
     ("--temperature",): "the temperature is --temp T",
     ("--n-predict", "--predict", "--max-tokens", "--max-new-tokens"): "the most new tokens are -n N",
-    ("-ngl", "--n-gpu-layers", "--gpu-layers"): "this version runs on the CPU, there are no layers to place",
+    (
+        "-ngl",
+        "--n-gpu-layers",
+        "--gpu-layers",
+    ): "--vram says how much of the GPU to use, --gpu-residual-layers how many layers lie there in full",
     ("-i", "--interactive", "-cnv", "--conversation"): "a conversation is twobit chat MODEL",
     ("-sys", "--system-prompt"): "the system message is -s TEXT",
     ("-md", "--model-draft", "--draft"): "the model drafts for itself: nothing to name; --no-draft goes without",

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,10 @@ from twobit.cli.command import Argument, Option
 from twobit.errors import UsageError
 
 if TYPE_CHECKING:
+    from twobit.runtime.model import Model
     from twobit.runtime.sampling import Sampling
 
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cpu", "opencl", "cuda")
 DEFAULT_CONTEXT = 8192  # positions; the cache grows with use, this only bounds it
 DEFAULT_ROOM = 1024  # tokens of answer that a long prompt leaves room for
 MAX_THREADS = 1024
@@ -37,6 +39,12 @@ MinP = Annotated[
     float | None, Option("--min-p", metavar="P", help="Keep those at least P times the likeliest [0: all]")
 ]
 Threads = Annotated[int | None, Option("-t", "--threads", metavar="THREADS", help="Threads [one per usable core]")]
+Device = Annotated[str, Option("--device", metavar="|".join(DEVICES), help="Where to run [auto: a GPU, else the CPU]")]
+Vram = Annotated[str | None, Option("--vram", metavar="SIZE", help="Most GPU memory to take [all of it]")]
+GpuResidualLayers = Annotated[
+    str,
+    Option("--gpu-residual-layers", metavar="N|auto", help="Layers whose residual is in GPU memory too [auto]"),
+]
 Mlock = Annotated[bool, Option("--mlock", help="Keep the weights in RAM")]
 
 _HUB_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
@@ -156,10 +164,46 @@ def size(name: str, text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(unit or " "))
 
 
-def device(name: str) -> str:
-    """The device that --device means."""
+@dataclass(frozen=True)
+class Where:
+    """--device, --vram in bytes and --gpu-residual-layers, checked; None: as much, as many as there are."""
+
+    device: str
+    vram: int | None
+    residual_layers: int | None
+
+
+def where(name: str, vram: str | None, layers: str) -> Where:
+    """Where a model shall run; UsageError where that makes no sense."""
     if name not in DEVICES:
         raise UsageError(f"--device {name} is not possible: this version runs on {' or '.join(DEVICES)}")
+    if name == "cpu" and (vram is not None or layers != "auto"):
+        raise UsageError("--device cpu has no use for --vram and --gpu-residual-layers")
+    if layers != "auto" and not layers.isdecimal():
+        raise UsageError(f"--gpu-residual-layers {layers} is not possible: it must be a number or auto")
+    return Where(
+        name, None if vram is None else size("--vram", vram), None if layers == "auto" else min(int(layers), 2**31 - 1)
+    )
+
+
+def place(model: Model, where: Where, context: int) -> str:
+    """Puts the model where it shall run, for sessions of `context` positions; the kind of device that is. With auto
+    anything that is in the way means the CPU, and a warning unless there simply is no GPU."""
+    from twobit.cli import output
+    from twobit.errors import RuntimeFailure
+    from twobit.runtime import device as devices
+
+    try:
+        found, trouble = devices.find(where.device)
+        if found is not None:
+            devices.place(model, found, context, vram=where.vram, residual_layers=where.residual_layers)
+            return found.kind
+    except RuntimeFailure as error:
+        if where.device != "auto":
+            raise
+        trouble = str(error)
+    if trouble:
+        output.warn(f"running on the CPU alone: {trouble}")
     return "cpu"
 
 

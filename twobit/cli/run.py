@@ -51,7 +51,9 @@ def run(
         int | None, Option("--draft-max", metavar="N", help="Most tokens proposed per step [16]")
     ] = None,
     draft_only: Annotated[bool, Option("--draft-only", help="The 2-bit part alone: another, worse text")] = False,
-    device: Annotated[str, Option("--device", metavar="|".join(options.DEVICES), help="Where to run")] = "auto",
+    device: options.Device = "auto",
+    vram: options.Vram = None,
+    gpu_residual_layers: options.GpuResidualLayers = "auto",
     threads: options.Threads = None,
     mlock: options.Mlock = False,
     stats: Annotated[bool, Option("--stats", help="Say more about speed on stderr")] = False,
@@ -86,7 +88,7 @@ def run(
         seed=seed,
         bias=logit_bias or (),
     )
-    where = options.device(device)
+    asked = options.where(device, vram, gpu_residual_layers)
     threads = options.threads(threads)
     if n is not None:
         options.integer("-n", n, 0)
@@ -115,8 +117,6 @@ def run(
     from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder, draft_only=draft_only)
-    if mlock:
-        opened.lock()
     tokenizer = Tokenizer.load(folder, config=opened.config, rows=opened.vocab)
     prompt_ids = tokenizer.encode_prompt(text) if raw else tokenizer.chat_ids(messages)
     eos = tokenizer.eos_ids
@@ -124,6 +124,9 @@ def run(
     for token in sampling.logit_bias:
         options.integer("--logit-bias ID", token, 0, opened.vocab - 1)
     limit = options.context(ctx, opened.architecture.max_context, len(prompt_ids), n)
+    where = options.place(opened, asked, limit)
+    if mlock:
+        opened.lock()
     session = Session(opened, limit, threads)
     step = StepOptions(draft_only=draft_only, eos=eos, logprobs=logprobs)
     if no_draft or draft_max is not None:
@@ -175,9 +178,27 @@ def _json(
         "timing": {"load_s": load_s, **known["timing"]},
         "speculation": known["speculation"],
         **({"logprobs": known["logprobs"]} if "logprobs" in known else {}),
+        **_hybrid(model, session),
         "peak_ram_bytes": peak_memory(),
     }
     return data | ({"prompt_token_ids": done.prompt_ids} if with_prompt else {})
+
+
+def _hybrid(model: Any, session: Any) -> dict[str, Any]:
+    """Of a run on a device: what lies there, and the bytes that crossed the bus."""
+    if model.placed is None:
+        return {}
+    placed = model.placed
+    return {
+        "placement": {
+            "device": placed.device.name,
+            "gpu_residual_layers": placed.residual_layers,
+            "residual_head": placed.residual_head,
+            "vram_bytes": placed.device.used,
+            "pass_tokens": placed.pass_tokens,
+        },
+        "bus": session.bus,
+    }
 
 
 def _summary(done: Result) -> str:
@@ -200,6 +221,18 @@ def _logprobs(done: Result, tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
+def _hybrid_rows(model: Any, session: Any) -> list[tuple[str, str]]:
+    if model.placed is None:
+        return []
+    placed, bus = model.placed, session.bus
+    crossed = ", ".join(f"{name} {(of['to'] + of['back']) / 1e6:.1f}" for name, of in bus.items())
+    layers = f"residual of {placed.residual_layers} layers{' and the head' if placed.residual_head else ''}"
+    return [
+        ("device", f"{placed.device.name}: {placed.device.used / 1e6:.0f} MB, {layers}"),
+        ("bus", f"MB in {crossed}; weights {sum(of['weights'] for of in bus.values()) / 1e6:.1f}"),
+    ]
+
+
 def _shares(accepted: list[int], drafted: list[int]) -> str:
     padded = accepted + [0] * (len(drafted) - len(accepted))
     return " ".join(f"{a / d:.0%}" for a, d in zip(padded, drafted, strict=True) if d)
@@ -211,6 +244,7 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
     rows = [
         ("machine", f"{device}, kernels {model.level}, {session.threads} threads"),
         ("memory", f"{peak_memory() / 1e6:.0f} MB at most"),
+        *_hybrid_rows(model, session),
         (
             "seconds",
             f"load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from twobit.errors import RuntimeFailure
 from twobit.format.manifest import TensorEntry
 from twobit.format.reader import PackedModel, open_model
 from twobit.runtime.lib import cpu_level, ffi, lib
+
+if TYPE_CHECKING:
+    from twobit.runtime.device import Placed
 
 _ACTIVATIONS = {"silu": "TB_ACT_SILU", "gelu_tanh": "TB_ACT_GELU_TANH", "gelu": "TB_ACT_GELU"}
 
@@ -28,6 +31,7 @@ class Model:
         self.vocab = self.architecture.vocab
         self.draft_only = not any(name.endswith(".residual_codes") for name in packed.planes)
         self.level = cpu_level()
+        self.placed: Placed | None = None  # on a device: twobit.runtime.device.place
         self._keep: list[Any] = []
         self._guard()
         buffer = ffi.new("char[512]")
@@ -56,7 +60,9 @@ class Model:
 
     def lock(self) -> None:
         """Keep the weights in RAM, whatever else wants it. RuntimeFailure where the system's limit is lower."""
-        for plane in self.packed.planes.values():
+        for name, plane in self.packed.planes.items():
+            if self.placed is not None and ".draft_" in name:
+                continue  # the device has them
             if lib.tb_lock_memory(ffi.from_buffer("uint8_t[]", plane), plane.size):
                 raise RuntimeFailure(
                     f"{self.packed.path}: the system does not let this process keep its weights in RAM",

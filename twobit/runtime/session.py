@@ -106,6 +106,7 @@ class Session:
         if pointer == ffi.NULL:
             raise RuntimeFailure(ffi.string(buffer).decode())
         self._session = ffi.gc(pointer, lib.tb_session_free)
+        self._chunk = 256 if model.placed is None else model.placed.pass_tokens
 
     @property
     def length(self) -> int:
@@ -123,9 +124,18 @@ class Session:
         return float(lib.tb_session_product_seconds(self._session))
 
     def eval(
-        self, ids: Sequence[int], *, chunk: int = 256, every: bool = False, logits: bool = True, draft: bool = False
+        self,
+        ids: Sequence[int],
+        *,
+        chunk: int | None = None,
+        every: bool = False,
+        logits: bool = True,
+        draft: bool = False,
     ) -> np.ndarray | None:
-        """Append tokens. fp32 logits [vocab] of the last one, [len(ids), vocab] with `every`, None without `logits`."""
+        """Append tokens. fp32 logits [vocab] of the last one, [len(ids), vocab] with `every`, None without `logits`.
+
+        chunk: tokens of a pass, None for what suits the device."""
+        chunk = self._chunk if chunk is None else chunk
         tokens = ffi.new("int32_t[]", list(ids))
         out = np.empty((len(ids) if every else 1, self.model.vocab), np.float32) if logits else None
         pointer = ffi.NULL if out is None else ffi.from_buffer("float[]", out)
@@ -180,6 +190,20 @@ class Session:
             top_logprobs=[[p for p in pairs[i * top : i * top + top] if p[0] >= 0] for i in range(n if top else 0)],
         )
 
+    def stream_from(self, tokens: int) -> None:
+        """Tokens from which a pass brings the residual to the device: 0 as measured, -1 never. The same bits."""
+        lib.tb_session_stream_from(self._session, tokens)
+
+    @property
+    def bus(self) -> dict[str, dict[str, int]]:
+        """Bytes that crossed the bus so far, by phase: to the device, back, and how many of them were weights."""
+        view = ffi.new("tb_bus *")
+        lib.tb_session_bus(self._session, view)
+        return {
+            name: {"to": int(view.to[i]), "back": int(view.back[i]), "weights": int(view.weights[i])}
+            for i, name in enumerate(("prefill", "draft", "verify"))
+        }
+
     @property
     def belief(self) -> Belief:
         """What the session has measured so far, and decides by."""
@@ -215,7 +239,7 @@ class Session:
         """The tokens that the cache holds."""
         return list(ffi.unpack(lib.tb_session_tokens(self._session), self.length)) if self.length else []
 
-    def sync(self, ids: Sequence[int], *, chunk: int = 256) -> int:
+    def sync(self, ids: Sequence[int], *, chunk: int | None = None) -> int:
         """Make the cache hold exactly `ids`: the common prefix stays, the rest is evaluated; returns how many that was.
 
         What the 2-bit part alone evaluated is never kept, and a sliding window may make it go back further.

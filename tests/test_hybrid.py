@@ -1,0 +1,260 @@
+"""Hybrid mode: the device has the 2-bit part, the cache and attention, the CPU multiplies the residual.
+
+The engine is tested on the plain-C device for every family, and on OpenCL for some; what the kernels do there is
+compared bit for bit in test_gpu_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from families import FAMILIES, VOCAB
+from gpu import device
+from packed import packed_model
+from test_lossless import GREEDY, SAMPLED
+
+from twobit.errors import RuntimeFailure
+from twobit.runtime import device as devices
+from twobit.runtime.device import Device, place
+from twobit.runtime.lib import call, ffi, lib
+from twobit.runtime.model import Model
+from twobit.runtime.sampling import Sampling
+from twobit.runtime.session import Session, StepOptions
+
+SOME = ("llama", "gemma4_text", "qwen2-tied")  # full and sliding attention, an embedding of its own and a tied one
+BOUND = 5e-4
+"""Of the range of the logits: activations on the border between two of their 16,383 values round one way or the other,
+as sums of norms and attention have another order on the device. test_runtime.py has the same bound for the CPU."""
+
+
+def ids(n: int, seed: int = 1) -> list[int]:
+    return np.random.default_rng(seed).integers(5, VOCAB, n).tolist()
+
+
+def hybrid(variant: str, kind: str = "plain", layers: int = 0, pass_tokens: int = 256) -> Model:
+    """The model with the residual of so many layers on the device."""
+    model = Model.open(packed_model(variant))
+    on = device(kind)
+    call(lib.tb_model_place, model.c_model, on.c_gpu, layers, pass_tokens)
+    model.placed = devices.Placed(on, layers, False, on.used, pass_tokens)
+    return model
+
+
+def logits(model: Model, tokens: Sequence[int], *, stream: int = -1, **options: int) -> np.ndarray:
+    session = Session(model, 256, 2)
+    session.stream_from(stream)
+    found = session.eval(tokens, every=True, **options)
+    assert found is not None
+    return found
+
+
+def check_logits(variant: str, kind: str) -> None:
+    tokens = ids(40)
+    model = Model.open(packed_model(variant))
+    for draft, bound in ((False, BOUND), (True, 3e-2)):
+        expected = Session(model, 256).eval(tokens, every=True, draft=draft)
+        found = Session(hybrid(variant, kind), 256).eval(tokens, every=True, draft=draft)
+        assert expected is not None and found is not None
+        error = np.abs(found - expected).max() / (expected.max() - expected.min())
+        assert error <= bound, f"{error:.1e} of the range"
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_logits_are_those_of_the_cpu(variant: str) -> None:
+    check_logits(variant, "plain")
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_logits_on_opencl_are_those_of_the_cpu(variant: str) -> None:
+    check_logits(variant, "opencl")
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2", "gemma4"])
+def test_bits_depend_on_neither_batch_nor_placement(variant: str) -> None:
+    """Residual multiplied by the CPU, on the device, streamed to it; in passes of any size."""
+    tokens = ids(40)
+    whole = logits(hybrid(variant), tokens).tobytes()
+    for chunk in (1, 7):
+        assert logits(hybrid(variant), tokens, chunk=chunk).tobytes() == whole, f"chunks of {chunk}"
+    for layers in (1, 99):
+        assert logits(hybrid(variant, layers=layers), tokens).tobytes() == whole, f"{layers} layers on the device"
+        assert logits(hybrid(variant, layers=layers), tokens, chunk=3).tobytes() == whole
+    for layers in (0, 2):
+        streamed = Session(hybrid(variant, layers=layers), 256)
+        streamed.stream_from(1)
+        found = streamed.eval(tokens, every=True, chunk=16)
+        assert found is not None and found.tobytes() == whole, f"streamed, {layers} layers on the device"
+        assert streamed.bus["prefill"]["weights"] > 0
+
+
+def generate(
+    model: Model, sampling: Sampling, options: StepOptions, n: int, prompt: int = 12
+) -> tuple[list[int], int, Session]:
+    """(prompt and n tokens, accepted drafts, the session)."""
+    history, session, accepted = ids(prompt, 3), Session(model, 256, 1), 0
+    session.sync(history[:-1])
+    while len(history) < prompt + n:
+        step = session.step(history, sampling, options)
+        history += step.tokens
+        accepted += step.accepted
+    return history[: prompt + n], accepted, session
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_ids_with_drafting_equal_ids_without(variant: str) -> None:
+    total = 0
+    for sampling in (GREEDY, SAMPLED):
+        plain, _, _ = generate(hybrid(variant), sampling, StepOptions(draft_max=0), 48)
+        for options in (
+            StepOptions(draft_max=4, draft_fixed=True),
+            StepOptions(draft_max=13, draft_tree=True),
+            StepOptions(draft_max=16),
+        ):
+            found, accepted, _ = generate(hybrid(variant), sampling, options, 48)
+            assert found == plain
+            total += accepted
+    assert total > 0, "no draft was ever accepted: the test would prove little"
+
+
+@pytest.mark.parametrize("variant", SOME[:1])
+def test_ids_on_opencl(variant: str) -> None:
+    plain, _, _ = generate(hybrid(variant, "opencl"), SAMPLED, StepOptions(draft_max=0), 24)
+    for options in (StepOptions(draft_max=5, draft_fixed=True), StepOptions(draft_max=13, draft_tree=True)):
+        found, accepted, _ = generate(hybrid(variant, "opencl"), SAMPLED, options, 24)
+        assert found == plain
+        assert accepted > 0
+
+
+def test_the_device_drafts_what_the_cpu_drafts() -> None:
+    """Nearly as many drafts are accepted as on the CPU, whose sampler sees every logit, not the best of each span."""
+    for sampling in (GREEDY, Sampling(temperature=0.8, seed=3)):
+        options = StepOptions(draft_max=4, draft_fixed=True)
+        _, on_cpu, _ = generate(Model.open(packed_model("llama")), sampling, options, 96)
+        _, on_device, _ = generate(hybrid("llama"), sampling, options, 96)
+        assert on_device >= 0.8 * on_cpu
+
+
+def test_only_activations_cross_the_bus() -> None:
+    """The counter against the shapes: one verification of m tokens, and drafts of which only candidates come back."""
+    model = hybrid("llama")
+    arch, m = model.architecture, 5
+    history = ids(12, 3)
+    session = Session(model, 256, 1)
+    session.sync(history[:-1])
+    before = session.bus
+    assert before["prefill"]["weights"] == 0 and before["draft"] == {"to": 0, "back": 0, "weights": 0}
+    step = session.step(history, GREEDY, StepOptions(draft_max=m - 1, draft_fixed=True))
+    assert step.drafted == m - 1
+    bus = session.bus
+    layer = arch.layers[0]
+    q, kv, inter = layer.n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim, layer.intermediate
+    to = len(arch.layers) * (q + 2 * kv + 2 * arch.hidden + 2 * inter) + VOCAB  # what the CPU multiplied
+    back = len(arch.layers) * (2 * arch.hidden + q + inter) + arch.hidden + VOCAB  # its inputs, and the logits
+    row = arch.hidden + 2 * -(-arch.hidden // 32)  # of the embedding, int8 with a scale per 32
+    about = 12 + 4 * arch.ropes[0].dim + row  # ids, positions, slots, angles
+    assert bus["verify"]["back"] == 4 * m * back
+    assert bus["verify"]["to"] == m * (4 * to + about)
+    assert bus["draft"]["back"] == step.draft_passes * 4 * 8  # ids and logits of four candidates
+    assert bus["draft"]["to"] <= step.draft_passes * (about + 65 * 4)
+    assert bus["draft"]["weights"] == bus["verify"]["weights"] == 0
+
+
+def test_a_session_goes_back_and_is_saved(tmp_path: object) -> None:
+    from pathlib import Path
+
+    assert isinstance(tmp_path, Path)
+    for variant in ("llama", "mistral"):
+        tokens = ids(60)
+        model = hybrid(variant)
+        session = Session(model, 256, 1)
+        session.eval(tokens[:40], logits=False)
+        session.save(tmp_path / variant)
+        session.eval(tokens[40:], logits=False)
+        session.rewind(40)
+        again = session.eval(tokens[40:], every=True)
+        loaded = Session(model, 256, 1)
+        assert loaded.load(tmp_path / variant) == 40
+        found = loaded.eval(tokens[40:], every=True)
+        assert again is not None and found is not None
+        assert found.tobytes() == again.tobytes()
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-tied"])
+def test_placements_under_limits(variant: str) -> None:
+    """From too little memory to more than enough; what is used stays under the limit, and the bits are the same."""
+    tokens, bits = ids(20), set()
+    on = Device("plain")
+
+    def placed(vram: int) -> tuple[int, Model | None]:
+        """(layers with their residual there, the head counted as one; -1: nothing fits, the model)."""
+        model = Model.open(packed_model(variant))
+        try:
+            found = place(model, on, 64, vram=vram)
+        except RuntimeFailure as error:
+            assert "too few" in str(error)
+            return -1, None
+        return found.residual_layers + found.residual_head, model
+
+    low, high = 1 << 20, 1 << 30
+    while high - low > 2000:
+        middle = (low + high) // 2
+        low, high = (middle, high) if placed(middle)[0] < 0 else (low, middle)
+    seen = []
+    for vram in (low, *(high + extra for extra in range(0, 600_000, 50_000)), 1 << 30):
+        layers, model = placed(vram)
+        seen.append(layers)
+        if model is not None:
+            session = Session(model, 64, 1)
+            session.stream_from(-1)
+            found = session.eval(tokens, every=True)
+            assert found is not None
+            bits.add(found.tobytes())
+            assert on.used <= vram
+            del session, model
+    assert len(bits) == 1
+    assert seen == sorted(seen) and len(set(seen)) >= 4, seen
+    assert (seen[0], seen[1], seen[-1]) == (-1, 0, len(Model.open(packed_model(variant)).architecture.layers) + 1)
+
+
+def test_out_of_memory_is_an_error_that_leaves_nothing_behind() -> None:
+    on = Device("plain")
+    model = Model.open(packed_model("llama"))
+    lib.tb_gpu_limit(on.c_gpu, 50_000)
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        call(lib.tb_model_place, model.c_model, on.c_gpu, 0, 256)
+    assert on.used == 0
+    lib.tb_gpu_limit(on.c_gpu, 1 << 30)
+    call(lib.tb_model_place, model.c_model, on.c_gpu, 0, 256)
+    lib.tb_gpu_limit(on.c_gpu, on.used + 1000)
+    with pytest.raises(RuntimeFailure, match=r"lower --ctx"):
+        Session(model, 4096, 1)
+
+
+def test_damaged_weights_are_named() -> None:
+    model = hybrid("llama", layers=99)
+    bad = Model.open(packed_model("llama"))
+    name = next(n for n in bad.packed.planes if n.endswith("layers.1.mlp.down_proj.row_scale"))
+    plane = bad.packed.planes[name].copy()
+    plane.view(np.float32)[3] = np.inf
+    bad.packed.planes[name] = plane
+    bad = Model(bad.packed)
+    call(lib.tb_model_place, bad.c_model, device("plain").c_gpu, 0, 256)
+    with pytest.raises(RuntimeFailure, match=r"layer 2: the input of q/k/v_proj is not finite"):
+        Session(bad, 64, 1).eval(ids(3))
+    assert np.isfinite(logits(model, ids(3))).all()
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, line = devices.find("cpu")
+    assert found is None and line == ""
+    with pytest.raises(RuntimeFailure, match=r"CUDA|libcuda"):
+        Device("cuda")
+    assert devices.find("auto") == (None, "")  # PoCL is no GPU, and a machine that tests has none
+
+
+def test_a_name_that_no_kind_has() -> None:
+    error, absent = ffi.new("char[256]"), ffi.new("int32_t *")
+    assert lib.tb_gpu_open(b"abacus", ffi.NULL, ffi.NULL, absent, error, 256) == ffi.NULL
+    assert b"abacus" in ffi.string(error)
