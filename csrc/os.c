@@ -110,6 +110,7 @@ int tb_thread_start(tb_thread *t, void *(*fn)(void *), void *arg)
 {
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);    /* guard.c handles it where it happens; blocked, it would end the process */
     if (pthread_sigmask(SIG_SETMASK, &all, &before) != 0) return -1;
     int failed = pthread_create(&t->id, NULL, fn, arg);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -88,7 +88,7 @@ def test_bash_completes(capsys: Any) -> None:
     [
         (["run", "-m", "model.gguf", "-p", "hi"], "the model is an argument"),
         (["run", "model", "-p", "hi"], "the prompt is an argument"),
-        (["run", "model", "hi", "-ngl", "99"], "no layers to place"),
+        (["run", "model", "hi", "-ngl", "99"], "--gpu-residual-layers"),
         (["run", "model", "hi", "--temperature", "0.5"], "--temp T"),
         (["run", "model", "hi", "--n-predict=5"], "-n N"),
         (["run", "model", "-cnv"], "twobit chat"),
