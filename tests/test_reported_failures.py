@@ -17,6 +17,7 @@ from twobit.errors import RuntimeFailure
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.quant import calibrate, pipeline, plan
+from twobit.quant.calibrate import DEFAULT_TOKENS
 from twobit.quant.pipeline import Options, Progress, quantize
 from twobit.quant.plan import memory_bytes
 from twobit.quant.source import Checkpoint
@@ -183,7 +184,7 @@ def test_the_bound_on_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
     for depth in (1, 4):
         path = make_checkpoint("llama", tmp_path / str(depth), num_hidden_layers=depth)
         architecture = Checkpoint.open(path).architecture
-        bounds.append(memory_bytes(architecture, 24_576, 2))
+        bounds.append(memory_bytes(architecture, DEFAULT_TOKENS, 2))
         # hidden states lie on disk, and so does a layer's scratch once it is large
     assert memory_bytes(architecture, 10**9, 2) <= bounds[-1]
     assert bounds[0] == bounds[1]

@@ -38,7 +38,7 @@ def quantize(
         Option("--calib", metavar="FILE", help="Calibrate on this UTF-8 text instead of ours; may repeat"),
     ] = None,
     calib_tokens: Annotated[
-        int | None, Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [24576]")
+        int | None, Option("--calib-tokens", metavar="N", help="Tokens to calibrate on [32768]")
     ] = None,
     seed: Annotated[int, Option("--seed", metavar="N", help="Another choice of calibration text")] = 0,
     threads: options.Threads = None,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from twobit.quant.states import States
 
 SEQUENCE = 512  # tokens
-DEFAULT_TOKENS = 24_576
+DEFAULT_TOKENS = 32_768
 MIN_SEQUENCE = 16  # tokens; a shorter rest of a document is left out
 CHUNK_TOKENS = 2048  # tokens whose inputs are kept until they are added to the Hessians
 SCRATCH_MEMORY = 512 << 20  # bytes; what the sequences keep between the steps of a layer lies in files beyond it
