@@ -322,15 +322,18 @@ static volatile uint64_t sink;
 
 static uint64_t read_streams(const uint8_t *p, size_t n, int streams)
 {
+    typedef uint64_t pair __attribute__((vector_size(16)));
     const size_t part = n / (size_t)streams / 64 * 64;
-    uint64_t sum = 0;
+    pair sum = { 0 };
     for (size_t i = 0; i < part; i += 64)
         for (int s = 0; s < streams; s++) {
-            const uint64_t *at = (const uint64_t *)(const void *)(p + (size_t)s * part + i);
-            __builtin_prefetch(p + (size_t)s * part + i + 1024);
-            sum += (at[0] ^ at[1]) + (at[2] ^ at[3]) + (at[4] ^ at[5]) + (at[6] ^ at[7]);
+            const uint8_t *line = p + (size_t)s * part + i;
+            pair at[4];
+            __builtin_prefetch(line + 1024);
+            memcpy(at, line, sizeof at);
+            sum ^= (at[0] ^ at[1]) ^ (at[2] ^ at[3]);
         }
-    return sum;
+    return sum[0] ^ sum[1];
 }
 
 static void count_switches(int thread)
@@ -350,7 +353,7 @@ static void work(int thread)
         return;
     }
     const int32_t blocks = (j->w.rows + 15) / 16;
-    const int32_t chunk = j->threads == 1 ? blocks : blocks / (4 * j->threads) < 4 ? blocks / (2 * j->threads) + 1 : 4;
+    const int32_t part = blocks / (4 * j->threads), chunk = j->threads == 1 ? blocks : part < 1 ? 1 : part > 64 ? 64 : part;    /* as forward.c */
     for (;;) {
         const int32_t b = atomic_fetch_add(&j->next, 1) * chunk;
         if (b >= blocks)

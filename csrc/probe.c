@@ -13,7 +13,7 @@ volatile uint64_t tb_probe_sink;
 
 struct tb_probe {
     const tb_kernels *k;
-    int64_t (*multiply)(int32_t op, int32_t n);
+    const struct loops *how;
     tb_pool *pool;
     int32_t threads;
     long *switches;             /* [threads] involuntary context switches so far */
@@ -50,6 +50,26 @@ int64_t tb_multiply_generic(int32_t op, int32_t n)
     return (int64_t)N * n;
 }
 
+static inline __attribute__((always_inline)) uint64_t read_streams(const uint8_t *p, size_t n, const int streams)
+{
+    const size_t part = n / (size_t)streams / 64 * 64;
+    uint64_t sum = 0;
+    for (size_t i = 0; i < part; i += 64)
+        for (int s = 0; s < streams; s++) {
+            const uint8_t *line = p + (size_t)s * part + i;
+            uint64_t at[8];
+            __builtin_prefetch(line + 1024);
+            memcpy(at, line, sizeof at);
+            sum += (at[0] ^ at[1]) + (at[2] ^ at[3]) + (at[4] ^ at[5]) + (at[6] ^ at[7]);
+        }
+    return sum;
+}
+
+static uint64_t read_plain(const uint8_t *p, size_t n, int32_t streams)
+{
+    return streams == 1 ? read_streams(p, n, 1) : streams == 2 ? read_streams(p, n, 2) : read_streams(p, n, 4);
+}
+
 static void count_part(void *arg, int ith, int nth)
 {
     tb_probe *p = arg;
@@ -78,6 +98,25 @@ static double timed(tb_probe *p, tb_task fn, int32_t repeats)
     return seconds;
 }
 
+/* The inner loops of each level. */
+static const struct loops {
+    const char *level;
+    int64_t (*multiply)(int32_t op, int32_t n);
+    uint64_t (*read)(const uint8_t *p, size_t n, int32_t streams);
+} of_levels[] = {
+#if defined(__x86_64__) || defined(_M_X64)
+    { "avx2", tb_multiply_avx2, tb_read_avx2 },
+    { "avx512", tb_multiply_avx512, tb_read_avx512 },
+#ifdef TB_HAS_VNNI
+    { "avxvnni", tb_multiply_avxvnni, tb_read_avxvnni },
+    { "avx512vnni", tb_multiply_avx512vnni, tb_read_avx512vnni },
+#endif
+#elif defined(__aarch64__)
+    { "neon", tb_multiply_neon, read_plain },
+#endif
+    { "generic", tb_multiply_generic, read_plain },
+};
+
 tb_probe *tb_probe_new(int32_t threads, char *err, size_t n)
 {
     const tb_kernels *k = tb_kernels_get();
@@ -91,22 +130,9 @@ tb_probe *tb_probe_new(int32_t threads, char *err, size_t n)
         p->threads = threads;
         p->pool = tb_pool_new(threads, tb_cpu_threads());
         p->switches = tb_alloc((size_t)threads * sizeof *p->switches);
-        p->multiply = tb_multiply_generic;
-#if defined(__x86_64__) || defined(_M_X64)
-        if (!strcmp(k->name, "avx2"))
-            p->multiply = tb_multiply_avx2;
-        if (!strcmp(k->name, "avx512"))
-            p->multiply = tb_multiply_avx512;
-#ifdef TB_HAS_VNNI
-        if (!strcmp(k->name, "avxvnni"))
-            p->multiply = tb_multiply_avxvnni;
-        if (!strcmp(k->name, "avx512vnni"))
-            p->multiply = tb_multiply_avx512vnni;
-#endif
-#elif defined(__aarch64__)
-        if (strcmp(k->name, "generic"))
-            p->multiply = tb_multiply_neon;
-#endif
+        p->how = of_levels;
+        while (strcmp(k->name, p->how->level) && strcmp("generic", p->how->level))
+            p->how++;
     }
     if (!p || !p->pool || !p->switches) {
         tb_probe_free(p);
@@ -130,27 +156,12 @@ int32_t tb_probe_disturbed(const tb_probe *p) { return p->disturbed; }
 
 /* ---- reading ---- */
 
-static inline __attribute__((always_inline)) uint64_t read_streams(const uint8_t *p, size_t n, const int streams)
-{
-    const size_t part = n / (size_t)streams / 64 * 64;
-    uint64_t sum = 0;
-    for (size_t i = 0; i < part; i += 64)
-        for (int s = 0; s < streams; s++) {
-            const uint8_t *line = p + (size_t)s * part + i;
-            uint64_t at[8];
-            __builtin_prefetch(line + 1024);
-            memcpy(at, line, sizeof at);
-            sum += (at[0] ^ at[1]) + (at[2] ^ at[3]) + (at[4] ^ at[5]) + (at[6] ^ at[7]);
-        }
-    return sum;
-}
-
 static void read_part(void *arg, int ith, int nth)
 {
     tb_probe *p = arg;
     const size_t part = p->bytes / (size_t)nth;
     const uint8_t *at = p->at + (size_t)ith * part;
-    tb_probe_sink = p->streams == 1 ? read_streams(at, part, 1) : p->streams == 2 ? read_streams(at, part, 2) : read_streams(at, part, 4);
+    tb_probe_sink = p->how->read(at, part, p->streams);
 }
 
 double tb_probe_read(tb_probe *p, const uint8_t *memory, size_t bytes, int32_t streams)
@@ -183,7 +194,7 @@ double tb_probe_section(tb_probe *p)
 static void multiply_part(void *arg, int ith, int nth)
 {
     tb_probe *p = arg;
-    const int64_t macs = p->multiply(p->op, p->rounds);
+    const int64_t macs = p->how->multiply(p->op, p->rounds);
     (void)nth;
     if (ith == 0)
         p->macs = macs;
