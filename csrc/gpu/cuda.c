@@ -247,7 +247,7 @@ static char *compile(const tb_gpu *g, const char *cache_dir, int driver)
     const int version[3] = {driver, major, minor};
     uint64_t h = tbg_hash(0, tbg_source, tbg_source_bytes);
     h = tbg_hash(h, g->name, sizeof g->name);
-    h = tbg_hash(h, arch, sizeof arch);
+    h = tbg_hash(h, arch, strlen(arch));
     h = tbg_hash(h, version, sizeof version);
     (void)snprintf(name, sizeof name, "cuda-%016llx.cubin", (unsigned long long)h);
     size_t bytes = 0;
