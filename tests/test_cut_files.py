@@ -37,8 +37,8 @@ except RuntimeFailure as error:
 """
 
 
-# A matrix of rows of a page each, mapped from a file that is cut after the first; the caller reads the first row, a worker the
-# others. What is gone reads as zeros, by every thread, and the results are known to be worth nothing.
+# A matrix of rows of a page each, mapped from a file that is cut after the first; the caller reads the first row, a
+# worker the others. What is gone reads as zeros, and the results are known to be worth nothing.
 ROWS = r"""
 #define _GNU_SOURCE
 #include "guard.h"

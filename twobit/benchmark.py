@@ -153,7 +153,8 @@ def speeds(
     decode = f"tg{new}" + (f" @ d{depth}" if depth else "")
     need = max([*prompts, *(len(ids) + new for ids in questions.values()), 1])
     if need > model.architecture.max_context:
-        raise UsageError(f"{need} tokens do not fit: this model has {model.architecture.max_context} positions")
+        longest = model.architecture.max_context
+        raise UsageError(f"{need} tokens do not fit: this model has {longest} positions", "give less with -p, -n or -d")
     text = np.random.default_rng(0).integers(0, model.vocab, max([*prompts, 1])).tolist()
     sessions = {n: Session(model, need, n) for n in threads}
     bandwidth = _Bandwidth(threads)

@@ -15,6 +15,17 @@ class UsageError(TwobitError):
     """The command was asked for something that makes no sense (exit code 2)."""
 
 
+def impossible(name: str, value: object, must: str) -> UsageError:
+    """The error about a value of an option: what it `must` be is the next step."""
+    return UsageError(f"{name} {shown(value)} is not possible: it must be {must}")
+
+
+def shown(value: object) -> str:
+    """`value` in a message: what is empty or blank would not be seen without quotes."""
+    text = str(value)
+    return text if text.strip() else repr(text)
+
+
 class ConfigError(TwobitError):
     """config.json is missing, malformed, inconsistent or of a family that is not supported."""
 

@@ -41,7 +41,7 @@ from twobit.acceptance import (
     summarize_blocks,
 )
 from twobit.architecture import Architecture, TensorSpec
-from twobit.errors import CheckpointError, RuntimeFailure, UsageError
+from twobit.errors import CheckpointError, RuntimeFailure, UsageError, impossible
 from twobit.format import layout
 from twobit.format.reader import PackedModel
 from twobit.progress import Progress
@@ -81,10 +81,10 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise UsageError(f"--tokens {self.tokens} is not possible: it must be 1 or more")
+            raise impossible("--tokens", self.tokens, "1 or more")
         for name in self.baselines:
             if name not in BASELINES:
-                raise UsageError(f"--baseline {name} is not possible: it must be {' or '.join(BASELINES)}")
+                raise impossible("--baseline", name, " or ".join(BASELINES))
 
 
 # -- text ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from twobit.cli import options, output
 from twobit.cli.command import Option
-from twobit.errors import UsageError
+from twobit.errors import UsageError, impossible
 
 FORMATS = ("md", "csv", "json")
 MOST_TOKENS = 1 << 20
@@ -50,8 +50,8 @@ def bench(
     twobit bench ./model --kernels -p 0 -n 0
     """
     if form not in FORMATS:
-        raise UsageError(f"--format {form} is not possible: it must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    prompts = [] if prompt == "0" else numbers("-p", prompt, MOST_TOKENS)
+        raise impossible("--format", form, f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    prompts = [] if prompt.strip() == "0" else numbers("-p", prompt, MOST_TOKENS, "; 0, for none, stands alone")
     options.integer("-n", new, 0, MOST_TOKENS)
     options.integer("-d", depth, 0, MOST_TOKENS)
     options.integer("-r", repeats, 1, MOST_REPEATS)
@@ -85,15 +85,14 @@ def bench(
     return 1 if report.invalid else 0
 
 
-def numbers(option: str, text: str, most: int) -> list[int]:
-    """-t 1,2: each from 1 to `most`, none twice."""
-    found: list[int] = []
-    for part in text.split(","):
-        if not (part.strip().isascii() and part.strip().isdecimal()):
-            raise UsageError(f"{option} {text} is not possible: it must be numbers with commas, as in 1,2")
-        found.append(options.integer(option, int(part), 1, most))
+def numbers(option: str, text: str, most: int, more: str = "") -> list[int]:
+    """-t 1,2: each from 1 to `most`, none twice. `more` ends the message of what is possible."""
+    parts = [part.strip() for part in text.split(",")]
+    found = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 20]
+    if len(found) < len(parts) or not all(1 <= number <= most for number in found):
+        raise impossible(option, text, f"numbers from 1 to {most} with commas, as in 1,2{more}")
     if len(set(found)) < len(found):
-        raise UsageError(f"{option} {text} names a number twice")
+        raise UsageError(f"{option} {text} names a number twice", "each is measured once")
     return found
 
 

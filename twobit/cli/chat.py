@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from twobit.cli import options, output
 from twobit.cli.command import Option
-from twobit.errors import TwobitError, UsageError
+from twobit.errors import TwobitError, UsageError, impossible
 
 if TYPE_CHECKING:
     from twobit.runtime.conversation import Conversation
@@ -153,7 +153,7 @@ class Settings:
         try:
             value = None if text == "-" else self.KINDS[name](text)
         except ValueError:
-            raise UsageError(f"{name} {text} is not possible: it must be a number, or - for the default") from None
+            raise impossible(name, text, "a number, or - for the default") from None
         before, self.values = self.values, self.values | {name: value}
         try:
             self.sampling()

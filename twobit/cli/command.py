@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import typer
 from typer import Argument, Option
+
+from twobit.errors import impossible
 
 __all__ = ["Argument", "Misuse", "Option", "help_text", "options", "run"]
 
@@ -46,9 +49,27 @@ def run(function: Callable[..., Any], prog: str, args: Sequence[str]) -> Any:
     except Exception as error:
         if not hasattr(error, "format_message"):  # only typer's own errors have it
             raise
-        raise Misuse(error.format_message().rstrip(".")) from None
+        raise Misuse(_no_number(function, error, args) or error.format_message().rstrip(".")) from None
     with context:
         return command.invoke(context)
+
+
+def _no_number(function: Callable[..., Any], error: Exception, args: Sequence[str]) -> str | None:
+    """What to say where the value of an option is no number: typer's words are about parsing, and leave the value out.
+    None for any other error."""
+    parameter = getattr(error, "param", None)
+    if parameter is None or type(error).__name__ != "BadParameter" or parameter.param_type_name != "option":
+        return None
+    kind = get_type_hints(function).get(parameter.name)
+    must = {int: "a whole number", float: "a number"}.get(next(iter(set(get_args(kind)) - {NoneType}), kind))  # type: ignore[arg-type]
+    said = None
+    for arg, after in zip(args, [*args[1:], None], strict=True):
+        for name in parameter.opts:
+            if arg == name and after is not None:
+                said = (name, after)
+            elif arg.startswith(f"{name}=") or (len(name) == 2 and arg.startswith(name) and arg != name):
+                said = (name, arg[len(name) :].removeprefix("="))
+    return None if said is None or must is None else str(impossible(*said, must))
 
 
 def help_text(function: Callable[..., Any], prog: str, width: int) -> str:

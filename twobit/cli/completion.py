@@ -6,7 +6,7 @@ from typing import Annotated
 
 from twobit.cli import output
 from twobit.cli.command import Argument, options
-from twobit.errors import UsageError
+from twobit.errors import UsageError, shown
 
 BASH = """\
 # twobit completion bash: eval "$(twobit completion bash)" in ~/.bashrc
@@ -66,7 +66,7 @@ def completion(
     twobit completion fish >~/.config/fish/completions/twobit.fish
     """
     if shell not in ("bash", "zsh", "fish"):
-        raise UsageError(f"there is no completion for {shell}", "shells: bash, zsh, fish")
+        raise UsageError(f"there is no completion for {shown(shell)}", "shells: bash, zsh, fish")
     output.text(script(shell))
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from twobit.cli import options, output
@@ -40,13 +39,16 @@ def eval(
     twobit eval ./smollm2-2bit --reference ./SmolLM2-135M-Instruct
     twobit eval ./model --reference ./source --text book.txt --baseline q8_0 --baseline q4_0 --json
     """
+    texts = options.text_files("--text", text)
+    options.local_or_hub(model)
+    options.local(reference, "--reference")
     import torch  # noqa: F401 - a missing extra is told before any work
 
     from twobit.evaluate import DEFAULT_TOKENS, Options, evaluate
     from twobit.runtime.lib import default_threads
 
     settings = Options(
-        text=tuple(Path(name).expanduser() for name in text or ()),
+        text=texts,
         tokens=DEFAULT_TOKENS if tokens is None else tokens,
         baselines=tuple(dict.fromkeys(baseline or ("q8_0",))),
         acceptance=not no_acceptance,

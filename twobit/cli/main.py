@@ -64,8 +64,11 @@ HABITS = {
 }
 
 
-def habit(command: str, args: Sequence[str]) -> str | None:
+def habit(command: str, args: Sequence[str], message: str = "") -> str | None:
     """A hint for a command line that was meant for another program, or lacks its prompt."""
+    if "extra argument" in message and command in ("run", "chat"):
+        one = "a prompt of several words needs quotes" if command == "run" else "a single prompt is for run"
+        return f'{one}: twobit run MODEL "prompt"'
     for names, hint in HABITS.items():
         if any(arg.split("=")[0] in names for arg in args):
             return hint.format(command=command)
@@ -103,7 +106,7 @@ def _dispatch(args: list[str]) -> int:
         output.usage(help_text())
         return 2
     first, rest = args[0], args[1:]
-    if first in ("-h", "--help"):
+    if first in ("-h", "--help", "help"):
         output.line(help_text())
         return 0
     if first in ("-V", "--version"):
@@ -114,12 +117,12 @@ def _dispatch(args: list[str]) -> int:
     if first not in COMMANDS:
         from difflib import get_close_matches
 
-        from twobit.errors import UsageError
+        from twobit.errors import UsageError, shown
 
         close = get_close_matches(first, COMMANDS, 1)
         what = "option" if first.startswith("-") else "command"
         raise UsageError(
-            f"there is no {what} {first}",
+            f"there is no {what} {shown(first)}",
             f"did you mean `twobit {close[0]}`?" if close else f"commands: {', '.join(COMMANDS)}; see twobit --help",
         )
     return _run(first, rest)
@@ -133,6 +136,6 @@ def _run(command: str, args: list[str]) -> int:
     try:
         code = run(function_of(command), prog, args)
     except Misuse as error:
-        output.error(str(error), habit(command, args) or f"see `{prog} --help`")
+        output.error(str(error), habit(command, args, str(error)) or f"see `{prog} --help`")
         return 2
     return code if isinstance(code, int) else 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from twobit.cli.command import Argument, Option
-from twobit.errors import UsageError
+from twobit.errors import UsageError, impossible
 
 if TYPE_CHECKING:
     from twobit.runtime.model import Model
@@ -68,9 +68,20 @@ def model_folder(model: str, *, quiet: bool = False, draft_only: bool = False) -
         bars.close()
 
 
+def text_files(name: str, files: Sequence[str] | None) -> tuple[Path, ...]:
+    """The files of an option that may repeat, there and readable: told before any work, not after minutes."""
+    paths = tuple(local(file, name) for file in files or ())
+    for path in paths:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise UsageError(f"{name} {path}: {what}", "give a file of UTF-8 text")
+        path.open("rb").close()
+    return paths
+
+
 def checkpoint_folder(source: str, *, quiet: bool = False) -> Path:
     """The folder of a full-precision checkpoint; one that is named by a Hub id is downloaded into the Hub's cache."""
-    path = Path(source).expanduser()
+    path = local(source, "SRC")
     found = None if os.path.lexists(path) else hub_id(source)
     if found is None:
         return path
@@ -84,7 +95,7 @@ def checkpoint_folder(source: str, *, quiet: bool = False) -> Path:
 
 def local_or_hub(model: str) -> Path | tuple[str, str | None]:
     """MODEL: a folder, or (repository, revision) of a Hub id `user/model[@revision]`."""
-    path = Path(model).expanduser()
+    path = local(model, "MODEL")
     if path.is_dir():
         return path
     if path.exists():
@@ -93,6 +104,18 @@ def local_or_hub(model: str) -> Path | tuple[str, str | None]:
     if found is None:
         raise UsageError(f"{model}: no such folder", "give a model folder, or a Hub id such as user/model")
     return found
+
+
+def local(text: str, name: str) -> Path:
+    """The path that `text`, the value of `name`, says; an empty one, of a variable that is not set, is none."""
+    if not text:
+        raise impossible(name, text, "a path that is not empty")
+    try:
+        path = Path(text).expanduser()
+        os.path.lexists(path)
+    except (RuntimeError, ValueError) as error:  # no such user's home; a NUL
+        raise UsageError(f"{name} {text}: {error}") from error
+    return path
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
@@ -105,7 +128,7 @@ def hub_id(name: str) -> tuple[str, str | None] | None:
 def hub_name(name: str, value: str) -> str:
     """A repository's name: user/name, or name alone."""
     if not re.fullmatch(r"([\w][\w.-]*/)?[\w][\w.-]*", value, re.ASCII) or ".." in value or "--" in value:
-        raise UsageError(f"{name} {value} is not possible: it must be a Hub id such as user/model")
+        raise impossible(name, value, "a Hub id such as user/model")
     return value
 
 
@@ -144,7 +167,7 @@ def number(name: str, value: float, low: float, high: float, *, above: bool = Fa
     if math.isfinite(value) and (low < value if above else low <= value) and value <= high:
         return value
     bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-    raise UsageError(f"{name} {value:g} is not possible: it must be {bounds}")
+    raise impossible(name, f"{value:g}", bounds)
 
 
 def integer(name: str, value: int, low: int, high: int | None = None) -> int:
@@ -152,7 +175,7 @@ def integer(name: str, value: int, low: int, high: int | None = None) -> int:
     if value >= low and (high is None or value <= high):
         return value
     bounds = f"{low} or more" if high is None else f"from {low} to {high}"
-    raise UsageError(f"{name} {value} is not possible: it must be {bounds}")
+    raise impossible(name, value, bounds)
 
 
 def size(name: str, text: str) -> int:
@@ -160,7 +183,7 @@ def size(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", text.strip().lower(), re.ASCII)
     unit = "" if match is None else match[2]
     if match is None or (match[3] and not unit) or float(match[1]) > 1e15:
-        raise UsageError(f"{name} {text} is not possible: it must be a size such as 24GB or 24GiB")
+        raise impossible(name, text, "a size such as 24GB or 24GiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(unit or " "))
 
 
@@ -176,14 +199,19 @@ class Where:
 def where(name: str, vram: str | None, layers: str) -> Where:
     """Where a model shall run; UsageError where that makes no sense."""
     if name not in DEVICES:
-        raise UsageError(f"--device {name} is not possible: this version runs on {' or '.join(DEVICES)}")
+        raise impossible("--device", name, f"{', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
     if name == "cpu" and (vram is not None or layers != "auto"):
         raise UsageError("--device cpu has no use for --vram and --gpu-residual-layers")
-    if layers != "auto" and not layers.isdecimal():
-        raise UsageError(f"--gpu-residual-layers {layers} is not possible: it must be a number or auto")
-    return Where(
-        name, None if vram is None else size("--vram", vram), None if layers == "auto" else min(int(layers), 2**31 - 1)
-    )
+    return Where(name, None if vram is None else size("--vram", vram), residual_layers(layers))
+
+
+def residual_layers(text: str) -> int | None:
+    """--gpu-residual-layers; None for auto."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        raise impossible("--gpu-residual-layers", text, "a number of layers, or auto")
+    return min(int(text[:20]), 2**31 - 1)
 
 
 def place(model: Model, where: Where, context: int) -> str:
@@ -224,7 +252,7 @@ def logit_bias(items: Sequence[str]) -> dict[int, float]:
         except ValueError:
             found = ""
         if not found:
-            raise UsageError(f"--logit-bias {item} is not possible: it must be ID=X, as in 13=-5")
+            raise impossible("--logit-bias", item, "ID=X, as in 13=-5")
         biases[integer("--logit-bias ID", key, 0, 2**31 - 1)] = number("--logit-bias X", bias, -MAX_VALUE, MAX_VALUE)
     return biases
 

@@ -78,19 +78,17 @@ def plan(
             raise UsageError("--cores and --gmacs contradict each other")
     if acceptance is not None:
         options.number("--acceptance", acceptance, 0, 1)
-    if vram is None and any(v is not None for v in (vram_gbs, bus_gbs)):
-        raise UsageError("--vram-gbs and --bus-gbs are about a GPU: give its --vram too")
-    layers = None
-    if gpu_residual_layers != "auto":
-        if not gpu_residual_layers.isdecimal() or not gpu_residual_layers.isascii():
-            raise UsageError(f"--gpu-residual-layers {gpu_residual_layers} is not possible: it must be N or auto")
-        layers = int(gpu_residual_layers)
+    layers = options.residual_layers(gpu_residual_layers)
+    if vram is None and any(v is not None for v in (vram_gbs, bus_gbs, layers)):
+        raise UsageError("--vram-gbs, --bus-gbs and --gpu-residual-layers are about a GPU: give its --vram too")
     memory = options.size("--vram", vram) if vram is not None else 0
     here = ram_gbs is None and gmacs is None and cores is None
     total = options.size("--ram", ram) if ram is not None else _ram()
     if total is None:
         raise UsageError("this system does not say how much memory it has: give --ram")
     architecture, tensors = look(model)
+    if ctx > max(architecture.max_context, options.DEFAULT_CONTEXT):
+        raise UsageError(f"--ctx {ctx} is not possible: this model has {architecture.max_context} positions")
 
     cpu = passes = None
     sources = {"ram": "given" if ram is not None else "measured"}
@@ -134,7 +132,7 @@ def plan(
 
 def look(model: str) -> tuple[Architecture, Tensors]:
     """What a model holds, or would hold when quantized by default, of a folder, a config.json or a Hub id."""
-    path = Path(model).expanduser()
+    path = options.local(model, "MODEL")
     if path.is_file():
         config, name = parse_json(path.read_bytes(), str(path)), str(path)
     else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Annotated, Any
 
 from twobit.cli import options, output
 from twobit.cli.command import Argument, Option
-from twobit.errors import UsageError
+from twobit.errors import UsageError, impossible
 
 
 def push(
@@ -39,10 +39,15 @@ def push(
     twobit push ./model user/model --private
     twobit push ./model user/model --dry-run
     """
-    path = Path(folder).expanduser()
+    path = options.local(folder, "DIR")
     if not path.is_dir():
-        raise UsageError(f"{folder}: no such folder", "give the folder of a twobit model")
+        what = "is a file" if path.exists() else "no such folder"
+        raise UsageError(f"{folder}: {what}", "give the folder of a twobit model")
     options.hub_name("REPO", repository)
+    if revision is not None and not re.fullmatch(r"[\w][\w./-]*", revision, re.ASCII):
+        raise impossible("--revision", revision, "the name of a branch, as in main")
+    if message is not None and not options.unicode_text("--message", message).strip():
+        raise impossible("--message", message, "a text that is not empty")
     if base_model is not None:
         options.hub_name("--base-model", base_model)
     measured = _evaluation(evaluation)
@@ -101,15 +106,21 @@ def push(
 def _evaluation(file: str | None) -> dict[str, Any] | None:
     if file is None:
         return None
+    path = options.local(file, "--eval")
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise UsageError(f"--eval {file}: {what}", "make it with `twobit eval --json >FILE`")
     try:
-        data = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
         ok = isinstance(data["tokens"], int) and all(
             isinstance(kl[key], float | int) for kl in data["kl"].values() for key in ("mean", "stderr", "top1")
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         ok = False
     if not ok:
-        raise UsageError(f"--eval {file}: not the output of `twobit eval --json`")
+        raise UsageError(
+            f"--eval {file}: not the output of `twobit eval --json`", "make it with `twobit eval --json >FILE`"
+        )
     return dict(data)
 
 

@@ -38,7 +38,9 @@ U8 = NDArray[np.uint8]
 _SHARD = re.compile(r"twobit-(draft|residual)-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARED_MARKER = ".huggingface-shared-blobs"
+CONFIG_NAME = "config.json"
 _DOWNLOAD = "the download is incomplete or damaged: download the model again"
+_NO_MODEL = "give the folder of a model that `twobit quantize` made; if it is one from the Hub, download it again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +126,7 @@ def open_model(path: Path, *, check: bool = False, parts: Literal["all", "draft"
 
 def read_config(folder: Path) -> tuple[dict[str, Json], Manifest]:
     """config.json of a model folder, and the manifest in it."""
-    config = parse_json(_read(folder, "config.json"), "config.json")
+    config = parse_json(_read(folder, CONFIG_NAME), CONFIG_NAME)
     return config, Manifest.from_config(config)
 
 
@@ -192,7 +194,7 @@ def _inside(folder: Path, name: str) -> Path:
     repositories share."""
     file = folder / name
     if not os.path.lexists(file):
-        raise FormatError(f"{folder}: {name} is missing", _DOWNLOAD)
+        raise FormatError(f"{folder}: {name} is missing", _NO_MODEL if name == CONFIG_NAME else _DOWNLOAD)
     real = Path(os.path.realpath(file))
     if file.is_symlink():
         repo = folder.parent.parent
@@ -201,7 +203,7 @@ def _inside(folder: Path, name: str) -> Path:
         if not real.exists():
             raise FormatError(f"{folder}: {name} is a link to a file that is not there", _DOWNLOAD)
     if not stat.S_ISREG(os.stat(real).st_mode):
-        raise FormatError(f"{folder}: {name} is not a regular file")
+        raise FormatError(f"{folder}: {name} is not a regular file", _DOWNLOAD)
     return real
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twobit.architecture import Architecture, TensorSpec
-from twobit.errors import FormatError, RuntimeFailure, UsageError
+from twobit.errors import FormatError, RuntimeFailure, UsageError, impossible
 from twobit.format.writer import check_output, check_replaceable, required_bytes
 from twobit.memory import address_space
 from twobit.quant import allocate, calibrate
@@ -58,7 +58,7 @@ class Options:
         if self.seed >= 1 << 64:
             raise UsageError(f"--seed {self.seed} is more than 64 bits")
         if self.device not in DEVICES:
-            raise UsageError(f"--device {self.device} is not one of {', '.join(DEVICES)}")
+            raise impossible("--device", self.device, " or ".join(DEVICES))
 
 
 @dataclass(frozen=True)

@@ -469,7 +469,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
         elif folder.is_file():
             raise _instead_of_folder(folder)
         else:
-            hint = None
+            hint = "give the folder that holds config.json and the weights, or a Hub id such as user/model"
             if _HUB_ID.fullmatch(text):
                 name, _, revision = text.partition("@")
                 option = f" --revision {revision}" if revision else ""
