@@ -72,8 +72,7 @@ def chat(
             "n": n,
         }
     )
-    asked = options.where(device, vram, gpu_residual_layers)
-    threads = options.threads(threads)
+    asked = options.where(device, vram, gpu_residual_layers, threads, mlock)
     if ctx is not None:
         options.integer("--ctx", ctx, 1)
     if system is not None:
@@ -82,7 +81,7 @@ def chat(
 
     from twobit.runtime.conversation import Conversation
     from twobit.runtime.model import Model
-    from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.session import StepOptions
     from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder)
@@ -91,12 +90,8 @@ def chat(
         raise TwobitError("this model has no chat template (a base model?)", "twobit run MODEL --raw continues a text")
     step = StepOptions(eos=tokenizer.eos_ids)
     limit = options.context(ctx, opened.architecture.max_context, 0, None)
-    options.place(opened, asked, limit)
-    if mlock:
-        opened.lock()
-    session = Session(opened, limit, threads)
     talk = Conversation(
-        session,
+        options.session(opened, asked, limit)[0],
         tokenizer,
         settings.sampling(),
         replace(step, draft_max=0) if no_draft else step,

@@ -17,6 +17,7 @@ from twobit.errors import UsageError, impossible
 if TYPE_CHECKING:
     from twobit.runtime.model import Model
     from twobit.runtime.sampling import Sampling
+    from twobit.runtime.session import Session
 
 DEVICES = ("auto", "cpu", "opencl", "cuda")
 DEFAULT_CONTEXT = 8192  # positions; the cache grows with use, this only bounds it
@@ -189,20 +190,23 @@ def size(name: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Where:
-    """--device, --vram in bytes and --gpu-residual-layers, checked; None: as much, as many as there are."""
+    """--device, --vram in bytes, --gpu-residual-layers, -t and --mlock, checked; None: all there is."""
 
     device: str
     vram: int | None
     residual_layers: int | None
+    threads: int | None
+    mlock: bool
 
 
-def where(name: str, vram: str | None, layers: str) -> Where:
+def where(name: str, vram: str | None, layers: str, count: int | None, mlock: bool) -> Where:
     """Where a model shall run; UsageError where that makes no sense."""
     if name not in DEVICES:
         raise impossible("--device", name, f"{', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
     if name == "cpu" and (vram is not None or layers != "auto"):
         raise UsageError("--device cpu has no use for --vram and --gpu-residual-layers")
-    return Where(name, None if vram is None else size("--vram", vram), residual_layers(layers))
+    most = None if vram is None else size("--vram", vram)
+    return Where(name, most, residual_layers(layers), threads(count), mlock)
 
 
 def residual_layers(text: str) -> int | None:
@@ -212,6 +216,16 @@ def residual_layers(text: str) -> int | None:
     if not (text.isascii() and text.isdecimal()):
         raise impossible("--gpu-residual-layers", text, "a number of layers, or auto")
     return min(int(text[:20]), 2**31 - 1)
+
+
+def session(model: Model, where: Where, context: int) -> tuple[Session, str]:
+    """The model put where it shall run, and a session of `context` positions on it; and the kind of device that is."""
+    from twobit.runtime.session import Session
+
+    kind = place(model, where, context)
+    if where.mlock:
+        model.lock()
+    return Session(model, context, where.threads), kind
 
 
 def place(model: Model, where: Where, context: int) -> str:

@@ -88,8 +88,7 @@ def run(
         seed=seed,
         bias=logit_bias or (),
     )
-    asked = options.where(device, vram, gpu_residual_layers)
-    threads = options.threads(threads)
+    asked = options.where(device, vram, gpu_residual_layers, threads, mlock)
     if n is not None:
         options.integer("-n", n, 0)
     if ctx is not None:
@@ -113,7 +112,7 @@ def run(
     from twobit.runtime import tokenizer_cache
     from twobit.runtime.generate import Result, generate
     from twobit.runtime.model import Model
-    from twobit.runtime.session import Session, StepOptions
+    from twobit.runtime.session import StepOptions
     from twobit.runtime.tokenizer import Tokenizer
 
     opened = Model.open(folder, draft_only=draft_only)
@@ -124,10 +123,7 @@ def run(
     for token in sampling.logit_bias:
         options.integer("--logit-bias ID", token, 0, opened.vocab - 1)
     limit = options.context(ctx, opened.architecture.max_context, len(prompt_ids), n)
-    where = options.place(opened, asked, limit)
-    if mlock:
-        opened.lock()
-    session = Session(opened, limit, threads)
+    session, where = options.session(opened, asked, limit)
     step = StepOptions(draft_only=draft_only, eos=eos, logprobs=logprobs)
     if no_draft or draft_max is not None:
         step = replace(step, draft_max=0 if no_draft else draft_max or 0)
