@@ -105,6 +105,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eval model --reference model --text none", "--text none: no such file"),
         ("eval model --reference model --text empty", "--text empty: is a folder"),
         ("eval model --reference model --tokens x", f"--tokens x is not possible: {WHOLE}"),
+        # quantize
+        ("quantize model -o ''", f"-o {EMPTY}"),
+        ("quantize '' -o out", f"SRC {EMPTY}"),
+        ("quantize model -o text/out", "-o: text is a file, not a folder"),
+        ("quantize model -o out --spill-dir text", "--spill-dir: text is a file, not a folder"),
+        ("quantize model -o out --spill-dir ''", f"--spill-dir {EMPTY}"),
+        ("quantize model -o out --calib none", "--calib none: no such file"),
+        ("quantize model -o out --calib empty", "--calib empty: is a folder"),
+        ("quantize model -o out --calib ''", f"--calib {EMPTY}"),
+        ("quantize model -o out --residual x", f"--residual x is not possible: {WHOLE}"),
+        ("quantize model -o out --draft-bpw x", f"--draft-bpw x is not possible: {NUMBER}"),
+        ("quantize model -o out --device ''", "--device '' is not possible: it must be cpu or cuda"),
         # none
         ("''", "there is no command ''"),
         ("completion ''", "there is no completion for ''"),

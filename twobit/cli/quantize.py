@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from twobit.cli import options, output
@@ -63,37 +62,42 @@ def quantize(
     twobit quantize ./model -o ./out --residual 8 --rule 'down_proj=3+8'
     twobit quantize ./model -o ./out --dry-run
     """
+    target, texts = options.local(out, "-o"), options.text_files("--calib", calib)
+    spill = None if spill_dir is None else options.local(spill_dir, "--spill-dir")
+    for name, folder in (("-o", target.parent), ("--spill-dir", spill)):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"{name}: {folder} is a file, not a folder", "choose another folder")
+    options.local(source, "SRC")
+
     from twobit.quant import calibrate
     from twobit.quant.pipeline import quantize as make
     from twobit.quant.plan import Options, plan
     from twobit.quant.recipe import Recipe, Rule
     from twobit.runtime.lib import default_threads
 
-    if not out:
-        raise UsageError("-o needs a folder")
     settings = Options(
         recipe=Recipe(residual, residual_group, tuple(Rule.parse(text) for text in rule or ())),
         draft_bpw=draft_bpw,
-        calib=tuple(Path(name) for name in calib or ()),
+        calib=texts,
         calib_tokens=calibrate.DEFAULT_TOKENS if calib_tokens is None else calib_tokens,
         seed=options.integer("--seed", seed, 0, options.MAX_SEED),
         threads=options.threads(threads) or default_threads(),
         device=device,
-        spill=None if spill_dir is None else Path(spill_dir).expanduser(),
+        spill=spill,
         restart=restart,
         overwrite=overwrite,
     )
     if find_spec("torch") is None:  # a missing extra is told before any work
         raise ModuleNotFoundError("torch", name="torch")
-    folder, target = options.checkpoint_folder(source, quiet=as_json), Path(out).expanduser()
+    checkpoint = options.checkpoint_folder(source, quiet=as_json)
     if dry_run:
-        _show_plan(plan(folder, target, settings), as_json)
+        _show_plan(plan(checkpoint, target, settings), as_json)
         return 0
     from twobit.cli.progress import Bars
 
     progress = Bars(quiet=as_json)
     try:
-        summary = make(folder, target, settings, progress)
+        summary = make(checkpoint, target, settings, progress)
     except KeyboardInterrupt:
         progress.close()
         output.note("stopped: the same command goes on where it was, with --restart it begins again")
