@@ -17,6 +17,7 @@ from packed import dequantized, packed_model, source_checkpoint
 
 from twobit import acceptance as a
 from twobit import evaluate as e
+from twobit import variants as v
 from twobit.architecture import Architecture
 from twobit.cli.main import main
 from twobit.errors import UsageError
@@ -49,7 +50,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 # -- llama.cpp's roundings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", e.BASELINES)
+@pytest.mark.parametrize("name", v.BASELINES)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 30.0])
 def test_baselines_equal_ggml(name: str, scale: float) -> None:
     from gguf import GGMLQuantizationType
@@ -60,16 +61,16 @@ def test_baselines_equal_ggml(name: str, scale: float) -> None:
     x[6] = torch.arange(96.0) - 40.5  # ties
     kind = GGMLQuantizationType[name.upper()]
     expected = dequantize(quantize(x.numpy(), kind), kind)
-    assert np.array_equal(e._ROUND[name](x).numpy(), expected)
-    assert np.array_equal(e._rounded(x, name).numpy(), expected)
+    assert np.array_equal(v.ROUND[name](x).numpy(), expected)
+    assert np.array_equal(v.rounded(x, name).numpy(), expected)
 
 
-@pytest.mark.parametrize("name", e.BASELINES)
+@pytest.mark.parametrize("name", v.BASELINES)
 def test_a_last_block_that_is_shorter_has_its_own_scale(name: str) -> None:
     x = torch.randn(7, 44, generator=torch.Generator().manual_seed(2))
     padded = torch.cat((x, torch.zeros(7, 20)), 1)
-    assert torch.equal(e._ROUND[name](x), e._ROUND[name](padded)[:, :44])
-    assert torch.equal(e._ROUND[name](x)[:, :32], e._ROUND[name](x[:, :32]))
+    assert torch.equal(v.ROUND[name](x), v.ROUND[name](padded)[:, :44])
+    assert torch.equal(v.ROUND[name](x)[:, :32], v.ROUND[name](x[:, :32]))
 
 
 # -- divergences --------------------------------------------------------------------------------------------
@@ -83,9 +84,9 @@ def _samples(vocab: int, seed: int = 0) -> list[a.Sample]:
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_the_floor_is_the_same_model(variant: str) -> None:
     checkpoint = Checkpoint.open(source_checkpoint(variant))
-    variants = e._Variants(checkpoint, cast(Any, None), ())  # neither needs the packed model
+    variants = v.Variants(checkpoint, cast(Any, None), ())  # neither needs the packed model
     samples = _samples(VOCAB)
-    states = e._states(variants, samples, ["reference", "floor"], Progress())
+    states = v.last_states(variants, samples, ["reference", "floor"], Progress())
     targets = torch.tensor([t for s in samples for t in s.targets])
     floor = e._compare(variants, states, targets, None, Progress())["floor"]
     assert not torch.equal(states["reference"], states["floor"])
@@ -100,8 +101,8 @@ def test_divergences_equal_whole_models_in_one_piece(variant: str, monkeypatch: 
     monkeypatch.setattr(e, "_CHUNK_LOGITS", 16 * 256)
     source, model = source_checkpoint(variant), Model.open(packed_model(variant))
     samples = _samples(VOCAB)
-    variants = e._Variants(Checkpoint.open(source), model.packed, ("q8_0",))
-    states = e._states(variants, samples, variants.names, Progress())
+    variants = v.Variants(Checkpoint.open(source), model.packed, ("q8_0",))
+    states = v.last_states(variants, samples, variants.names, Progress())
     targets = torch.tensor([t for s in samples for t in s.targets])
     session = Session(model, 64, 1)
     with e._runtime_logits(session, samples, Progress()) as logits:
@@ -125,7 +126,7 @@ def test_divergences_equal_whole_models_in_one_piece(variant: str, monkeypatch: 
     with torch.no_grad():
         for value in theirs.parameters():
             if value.dim() == 2:
-                value.copy_(e.q8_0(value))
+                value.copy_(v.q8_0(value))
         rounded = [theirs(input_ids=torch.tensor([s.inputs])).logits[0, s.positions].float() for s in samples]
     others["q8_0"] = torch.cat(rounded)
 
@@ -143,13 +144,13 @@ def test_divergences_equal_whole_models_in_one_piece(variant: str, monkeypatch: 
 def test_a_model_against_itself() -> None:
     """A checkpoint made of the full model's own weights has KL(reference || full) = 0 up to the floor."""
     model = Model.open(packed_model("llama-tied"))
-    variants = e._Variants(Checkpoint.open(source_checkpoint("llama-tied")), model.packed, ())
+    variants = v.Variants(Checkpoint.open(source_checkpoint("llama-tied")), model.packed, ())
     samples = _samples(VOCAB)
-    states = e._states(variants, samples, ["full"], Progress())
+    states = v.last_states(variants, samples, ["full"], Progress())
     states["reference"] = states["full"]
 
-    def head(rows: tuple[int, int], wanted: Sequence[str]) -> list[tuple[str, e.Weights]]:
-        ((_, weights),) = e._Variants.head(variants, rows, ["full"])
+    def head(rows: tuple[int, int], wanted: Sequence[str]) -> list[tuple[str, v.Weights]]:
+        ((_, weights),) = v.Variants.head(variants, rows, ["full"])
         return [("reference", weights), ("full", weights)]
 
     variants.head = head  # type: ignore[method-assign,assignment]
@@ -161,7 +162,7 @@ def test_a_model_against_itself() -> None:
 
 def test_continuations_are_the_references_own(measured: e.Evaluation) -> None:
     source, model = source_checkpoint("llama-tied"), Model.open(packed_model("llama-tied"))
-    variants = e._Variants(Checkpoint.open(source), model.packed, ())
+    variants = v.Variants(Checkpoint.open(source), model.packed, ())
     random = np.random.default_rng(4)
     prompts = [("code", random.integers(5, VOCAB, n).tolist()) for n in (1, 12, 20)]
     found = e.reference_continuations(variants, Session(model, 80, 1), prompts, 30, frozenset({1}), Progress())
