@@ -13,9 +13,9 @@ drafting, else the run stops. End tokens do not end a text.
 
 Settings: plain; auto (the default); chain1 .. chain8, tree8 (fixed, for hindsight); without-X (auto, less one
 mechanism). `llama` runs llama.cpp on the same prompts: plain decoding in its own time per token, and its speculative
-modes, for the models converted by scripts/peers.py. `equality` counts tokens that are the same with and without
-drafting, greedy and at temperature 0.8 on every prompt, and times nothing. `table` prints Markdown from what is
-there, and nothing else.
+modes, for the models converted by scripts/peers.py, and twobit on the same prompt in the same round. `equality`
+counts tokens that are the same with and without drafting, greedy and at temperature 0.8 on every prompt, and times
+nothing. `table` prints Markdown from what is there, and nothing else.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ SETS = {
 }
 TEMPERATURES = {"greedy": 12, "0.8": 4}  # how many prompts of each kind
 SPECULATIVE = {"ngram-simple": ("--spec-type", "ngram-simple"), "ngram-mod": ("--spec-type", "ngram-mod")}
+MODES = (*SPECULATIVE, "draft Q2_K")
 # Two-sided 95 % points of Student's t for 1 .. 10 degrees of freedom.
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -66,12 +67,12 @@ def write(path: Path, data: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def cases(kinds: list[str]) -> Iterator[tuple[str, int, str]]:
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """(kind, number of the prompt, "greedy" or a temperature), the first prompts of all kinds first."""
-    for number in range(12):
-        for kind in kinds:
-            for heat, count in TEMPERATURES.items():
-                if number < count:
+    for number in range(args.prompts):
+        for kind in args.kinds.split(","):
+            for heat in args.heats.split(","):
+                if number < TEMPERATURES[heat]:
                     yield kind, number, heat
 
 
@@ -97,11 +98,20 @@ def options_of(setting: str) -> Any:
     return StepOptions(use=Use.ALL & ~Use[setting.removeprefix("without-")])
 
 
+def once(model: Any, tokenizer: Any, prompt: list[int], sampling: Any, setting: str, args: argparse.Namespace) -> Any:
+    """The Result of one text of `args.tokens` tokens on a fresh session."""
+    from twobit.runtime.generate import generate
+    from twobit.runtime.session import Session
+
+    session = Session(model, len(prompt) + args.tokens, args.threads)
+    *_, last = generate(session, tokenizer, prompt, sampling, options_of(setting), max_tokens=args.tokens)
+    assert len(last.token_ids) == args.tokens
+    return last
+
+
 def run(args: argparse.Namespace) -> None:
-    from twobit.runtime.generate import Result, generate
     from twobit.runtime.model import Model
     from twobit.runtime.sampling import Sampling
-    from twobit.runtime.session import Session
     from twobit.runtime.tokenizer import Tokenizer
 
     started = time.monotonic()
@@ -110,13 +120,7 @@ def run(args: argparse.Namespace) -> None:
     settings = list(dict.fromkeys(["plain", *(s for name in args.set.split(",") for s in SETS[name])]))
     name = args.model.name.removesuffix("-2bit")
 
-    def once(prompt: list[int], sampling: Sampling, setting: str) -> Result:
-        session = Session(model, len(prompt) + args.tokens, args.threads)
-        *_, last = generate(session, tokenizer, prompt, sampling, options_of(setting), max_tokens=args.tokens)
-        assert isinstance(last, Result) and len(last.token_ids) == args.tokens
-        return last
-
-    for kind, number, heat in cases(args.kinds.split(",")):
+    for kind, number, heat in cases(args):
         path = args.out / name / f"{kind}-{number:02d}-{heat}.json"
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if set(settings) <= set(kept.get("runs", {})):
@@ -128,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
         for round_ in range(args.rounds):
             for at in range(len(settings)):
                 setting = settings[(at + round_) % len(settings)]
-                result = once(prompt, sampling, setting)
+                result = once(model, tokenizer, prompt, sampling, setting, args)
                 ids = ids or result.token_ids
                 if result.token_ids != ids:
                     raise SystemExit(f"{path.stem}, {setting}: the tokens differ from those of another setting")
@@ -167,7 +171,7 @@ def equality(args: argparse.Namespace) -> None:
     model = Model.open(args.model)
     tokenizer = Tokenizer.load(args.model, config=model.config, rows=model.vocab)
     name = args.model.name.removesuffix("-2bit")
-    for number, kind, heat in itertools.product(range(12), args.kinds.split(","), TEMPERATURES):
+    for number, kind, heat in itertools.product(range(args.prompts), args.kinds.split(","), args.heats.split(",")):
         path = args.out / name / f"{kind}-{number:02d}-{heat}-equality.json"
         if path.exists():
             continue
@@ -205,16 +209,23 @@ def llama(args: argparse.Namespace) -> None:
         peers.run(peers.BINARIES / "llama-quantize", half, part, "Q2_K")
         os.replace(part, small)
     modes = SPECULATIVE | {"draft Q2_K": ("--spec-type", "draft-simple", "-md", str(small))}
+    from twobit.runtime.model import Model
+    from twobit.runtime.sampling import Sampling
     from twobit.runtime.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(args.checkpoint)
-    for kind, number, heat in cases(args.kinds.split(",")):
+    model = Model.open(args.model)
+    tokenizer = Tokenizer.load(args.model, config=model.config, rows=model.vocab)
+    for kind, number, heat in cases(args):
         path = args.out / args.checkpoint.name / f"{kind}-{number:02d}-llama.json"
         if heat != "greedy" or path.exists():
             continue
-        prompt = tokenizer.decode(prompt_ids(tokenizer, PROMPTS[kind][number]))
+        ids = prompt_ids(tokenizer, PROMPTS[kind][number])
+        prompt = tokenizer.decode(ids)
         speeds: dict[str, list[float]] = {}
         for _ in range(args.rounds):
+            for setting in ("plain", "auto"):
+                found = once(model, tokenizer, ids, Sampling(), setting, args).decode_tokens_per_s
+                speeds.setdefault(f"twobit {setting}", []).append(found)
             speeds.setdefault("plain", []).append(llama_plain(peers.BINARIES, eight, args.tokens, args.threads))
             for mode, flags in modes.items():
                 found = llama_speculative(peers.BINARIES, eight, prompt, flags, args.tokens, args.threads)
@@ -278,8 +289,8 @@ def table(args: argparse.Namespace) -> None:
             tokens, accepted = (sum(part[key] for part in equal) for key in ("equal", "from_drafts"))
             print(f"\n{folder.name}: {tokens:,} tokens of {len(equal)} texts equal with and without drafting,")
             print(f"{accepted:,} of them proposed.")
-        if ours and theirs:
-            _table_theirs(ours, theirs)
+        if theirs:
+            _table_theirs(theirs)
 
 
 def _table_ours(name: str, ours: dict[str, Any]) -> None:
@@ -320,21 +331,18 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
         print(f"| {setting.removeprefix('without-')} ({len(runs)} texts) | {loss:.2f} |")
 
 
-def _table_theirs(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _table_theirs(theirs: dict[str, Any]) -> None:
     print("\n| kind | prompts | llama.cpp Q8_0 plain | its best mode | twobit auto | to plain | to best |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    groups: dict[str, list[tuple[dict[str, float], float]]] = {}
+    groups: dict[str, list[dict[str, float]]] = {}
     for stem, part in theirs.items():
-        own = ours.get(stem.replace("-llama", "-greedy"))
-        if own and "auto" in own["runs"]:
+        if "twobit auto" in part["speeds"]:
             speeds = {mode: statistics.median(values) for mode, values in part["speeds"].items()}
-            groups.setdefault(stem.split("-")[0], []).append(
-                (speeds, statistics.median(own["runs"]["auto"]["tokens_per_s"]))
-            )
+            groups.setdefault(stem.split("-")[0], []).append(speeds)
     for kind, members in groups.items():
-        means = {mode: geometric([speeds[mode] for speeds, _ in members]) for mode in members[0][0]}
-        best = max((mode for mode in means if mode != "plain"), key=lambda mode: means[mode])
-        auto = geometric([speed for _, speed in members])
+        means = {mode: geometric([speeds[mode] for speeds in members]) for mode in members[0]}
+        auto = means["twobit auto"]
+        best = max((mode for mode in means if mode in MODES), key=lambda mode: means[mode])
         print(
             f"| {kind} | {len(members)} | {means['plain']:.1f} | {best} {means[best]:.1f} | {auto:.1f} "
             f"| {auto / means['plain']:.2f} | {auto / means[best]:.2f} |"
@@ -350,9 +358,12 @@ def main() -> None:
         command.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "speculation")
         if name == "table":
             continue
-        place = ("--checkpoint", "smollm2") if name == "llama" else ("--model", "smollm2-2bit")
-        command.add_argument(place[0], type=Path, default=ROOT / "build" / "demo" / place[1])
+        command.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2-2bit")
+        if name == "llama":
+            command.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "smollm2")
         command.add_argument("--kinds", default=",".join(PROMPTS))
+        command.add_argument("--prompts", type=int, default=12, help="the first so many of each kind")
+        command.add_argument("--heats", default=",".join(TEMPERATURES))
         command.add_argument("-n", "--tokens", type=int, default=96)
         command.add_argument("-r", "--rounds", type=int, default=3)
         command.add_argument("-t", "--threads", type=int, default=2)
