@@ -349,14 +349,28 @@ static bool off_the_trunk(const pass *p, int32_t t)
     return false;
 }
 
+/* Into how many parts each group of heads is cut. Heads of one part share the conversion of keys and values, which costs about
+ * what one head does; more parts share the work better among threads. */
+static int32_t group_parts(int32_t group, int32_t groups, int32_t threads)
+{
+    int32_t best = 1, least = INT32_MAX;
+    for (int32_t parts = 1; parts <= group; parts++) {
+        const int32_t cost = (groups * parts + threads - 1) / threads * (group / parts + 1);
+        if (group % parts == 0 && cost < least) {
+            least = cost;
+            best = parts;
+        }
+    }
+    return best;
+}
+
 static void attention_part(void *arg, int ith, int nth)
 {
     pass *p = arg;
     const tb_layer *l = p->l;
     int32_t group = l->n_heads / l->n_kv_heads, hd = l->head_dim;
-    /* Whole groups share the conversion of keys; single heads balance better when there are few groups. */
-    int32_t parts = l->n_kv_heads * p->n >= 4 * nth ? 1 : group;
-    int32_t heads = group / parts, items = l->n_kv_heads * parts * p->n;
+    const int32_t parts = group_parts(group, l->n_kv_heads * p->n, nth), heads = group / parts;
+    int32_t items = l->n_kv_heads * parts * p->n;
     float *scores = p->s->s.scores + (size_t)ith * (size_t)p->m->group_max * ((size_t)p->s->capacity + 24);
     for (int32_t item; (item = tb_pool_next(p->s->pool, items)) >= 0;) {
         int32_t t = item / (l->n_kv_heads * parts), part = item % (l->n_kv_heads * parts), kv = part / parts;

@@ -1,6 +1,6 @@
 /* ops.h - everything of the forward pass that is not a matrix product, one table per instruction set.
  *
- * One body (ops_body.inc) written over a vector of 8 floats; each level instantiates it. Sums go to 8 lanes by
+ * One body (ops_body.inc) written over a vector of 8 floats; each level instantiates it (AVX-512 with 16 in attention). Sums go to 8 lanes by
  * index mod 8 and are combined in one fixed order, so all levels give the same bits. No libm but sqrtf and fmaf. */
 #ifndef TB_OPS_H
 #define TB_OPS_H
@@ -42,7 +42,7 @@ typedef struct tb_ops {
 
 extern const tb_ops tb_ops_generic;
 #if defined(__x86_64__) || defined(_M_X64)
-extern const tb_ops tb_ops_avx2;
+extern const tb_ops tb_ops_avx2, tb_ops_avx512;
 #endif
 #if defined(__aarch64__)
 extern const tb_ops tb_ops_neon;

@@ -30,16 +30,31 @@ X86 = {"avx2": AVX2, "avx512": AVX512}  # flags of the levels that every compile
 SHIM = """
 #include "kernels.h"
 #include "ops.h"
+#include <stdio.h>
 static tb_kernels chosen = {"generic", 0, 0};
 const tb_kernels *tb_kernels_get(void) { return &chosen; }
 const char *tb_cpu_error(void) { return "no level"; }
 void choose(const char *level);
-void choose(const char *level) { chosen.name = level[0] == 'g' ? "generic" : "avx2"; }
+void choose(const char *level)
+{
+    static char name[16];
+    snprintf(name, sizeof name, "%s", level);
+    chosen.name = name;
+}
 int has_avx2(void);
 int has_avx2(void)
 {
 #if defined(__x86_64__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    return 0;
+#endif
+}
+int has_avx512(void);
+int has_avx512(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #else
     return 0;
 #endif
@@ -50,6 +65,7 @@ void map(float (*f)(float), float *out, const float *x, int32_t n) { for (int32_
 DECLARATIONS = """
 void choose(const char *level);
 int has_avx2(void);
+int has_avx512(void);
 void map(float (*f)(float), float *out, const float *x, int32_t n);
 """
 
@@ -100,12 +116,15 @@ def compile_ops(folder: Path, output: Path, sources: list[Path], flags: list[str
     (folder / "shim.c").write_text(SHIM)
     plain = [CSRC / name for name in ("ops.c", "ops_neon.c", "scalar.c", "sampler.c")]
     x86 = platform.machine() in ("x86_64", "AMD64")
+    flags_of = {"generic": [], "avx2": AVX2 * x86, "avx512": AVX512 * x86}
+    objects = [folder / f"{level}.o" for level in flags_of]
     with ThreadPoolExecutor() as pool:
-        generic = pool.submit(compile_c, "cc", folder / "generic.o", [CSRC / "ops_generic.c"], ["-c", *flags])
-        avx2 = pool.submit(compile_c, "cc", folder / "avx2.o", [CSRC / "ops_avx2.c"], ["-c", *flags, *AVX2[: 3 * x86]])
-        generic.result()
-        avx2.result()
-    objects = [folder / "generic.o", folder / "avx2.o"]
+        parts = [
+            pool.submit(compile_c, "cc", path, [CSRC / f"ops_{level}.c"], ["-c", *flags, *more])
+            for path, (level, more) in zip(objects, flags_of.items(), strict=True)
+        ]
+        for part in parts:
+            part.result()
     compile_c("cc", output, [folder / "shim.c", *sources, *plain, *objects], [*flags, *linked])
 
 
@@ -121,7 +140,8 @@ def library() -> tuple[Any, Any]:
 
 def levels() -> list[str]:
     """The levels this processor runs."""
-    return ["generic", "avx2"] if library()[1].has_avx2() else ["generic"]
+    lib = library()[1]
+    return ["generic"] + ["avx2"] * lib.has_avx2() + ["avx512"] * lib.has_avx512()
 
 
 def table(level: str) -> Any:

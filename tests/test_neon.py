@@ -36,6 +36,7 @@ ENGINE = [
 RUNTIME = [*KERNELS, *OPS, *ENGINE, *native.GPU, native.gpu_source()]
 X86 = {f"{part}_{level}.c": flags for level, flags in native.X86.items() for part in ("kernels", "probe")}
 X86["ops_avx2.c"] = native.AVX2
+X86["ops_avx512.c"] = native.AVX512
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -297,6 +297,7 @@ PROGRAM = r"""
 
 void choose(const char *level);
 int has_avx2(void);
+int has_avx512(void);
 
 static void *some(size_t bytes) { return memset(malloc(bytes), 0x3c, bytes); }
 
@@ -355,8 +356,9 @@ static void sampling(int32_t vocab)
 
 int main(void)
 {
-    for (int avx2 = 0; avx2 <= has_avx2(); avx2++) {
-        choose(avx2 ? "avx2" : "generic");
+    static const char *const levels[] = {"generic", "avx2", "avx512"};
+    for (int level = 0; level <= has_avx2() + (has_avx2() && has_avx512()); level++) {
+        choose(levels[level]);
         const tb_ops *ops = tb_ops_get();
         for (int32_t n = 1; n <= 9; n++)
             for (int32_t head_dim = 1; head_dim <= 88; head_dim += 29)
