@@ -54,7 +54,7 @@ int has_avx512(void);
 int has_avx512(void)
 {
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #else
     return 0;
 #endif
