@@ -106,6 +106,9 @@ INLINE vec by_rows(int64_t a, int64_t b)
 #endif
 }
 
+/* The count of a shift: intrinsics take an int or an unsigned, by width and by compiler, and this turns into both. */
+typedef uint8_t by_t;
+
 INLINE vec words(int v) { return OP(set1_epi16)((int16_t)v); }
 INLINE vec bytes(int v) { return OP(set1_epi8)((int8_t)v); }
 
