@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run model hi -n x", f"-n x is not possible: {WHOLE}"),
         ("run model hi -nx", f"-n x is not possible: {WHOLE}"),
         ("run model hi --ctx=1e3", f"--ctx 1e3 is not possible: {WHOLE}"),
-        ("run model hi --threads=abc", f"--threads abc is not possible: {WHOLE}"),
+        ("run model hi --threads=abc", f"-t abc is not possible: {WHOLE}"),
         ("run model hi -t ''", f"-t '' is not possible: {WHOLE}"),
         ("run model hi --temp x", f"--temp x is not possible: {NUMBER}"),
         ("run model hi --temp ''", f"--temp '' is not possible: {NUMBER}"),
