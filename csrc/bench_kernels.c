@@ -353,7 +353,7 @@ static void work(int thread)
         return;
     }
     const int32_t blocks = (j->w.rows + 15) / 16;
-    const int32_t part = blocks / (4 * j->threads), chunk = j->threads == 1 ? blocks : part < 1 ? 1 : part > 64 ? 64 : part;    /* as forward.c */
+    const int32_t chunk = j->threads == 1 ? blocks : tb_step(blocks, j->threads);
     for (;;) {
         const int32_t b = atomic_fetch_add(&j->next, 1) * chunk;
         if (b >= blocks)

@@ -295,15 +295,13 @@ static void product_part(void *arg, int ith, int nth)
     }
 }
 
-/* Chunks small enough that a thread that starts late costs little, large enough to stream. */
 static void run_products(pass *p, products *g)
 {
     int32_t blocks = 0;
-    for (int32_t i = 0; i < g->n_w; i++)
+    for (int32_t i = 0; i < (g->gated ? 1 : g->n_w); i++)
         blocks += (g->w[i]->rows + 15) / 16;
     g->p = p;
-    g->step = blocks / (p->s->threads * 4);
-    g->step = g->step < 1 ? 1 : g->step > 64 ? 64 : g->step;
+    g->step = tb_step(blocks, p->s->threads);
     if (p->s->threads == 1)
         g->step = p->n == 1 ? blocks : 16;
     g->chunks = 0;

@@ -243,8 +243,7 @@ int tb_probe_matmul(tb_probe *p, const tb_matrix *w, int32_t n, int32_t op, int3
     p->op = op;
     p->w = w;
     /* as the forward pass cuts its rows */
-    p->step = blocks / (p->threads * 4);
-    p->step = p->step < 1 ? 1 : p->step > 64 ? 64 : p->step;
+    p->step = tb_step(blocks, p->threads);
     if (p->threads == 1)
         p->step = m == 1 ? blocks : 16;
     uint32_t state = 1;

@@ -137,8 +137,7 @@ static void multiply_residual(pass *p, residual *r, const float *x, float *y, in
         y += (size_t)r->m * (size_t)r->w[i].rows;
         blocks += (r->w[i].rows + 15) / 16;
     }
-    r->step = blocks / (p->s->threads * 4);
-    r->step = r->step < 1 ? 1 : r->step > 64 ? 64 : r->step;
+    r->step = tb_step(blocks, p->s->threads);
     r->chunks = 0;
     for (int i = 0; i < r->n_w; i++)
         r->chunks += chunks_of(r, i);
