@@ -42,7 +42,7 @@ def main() -> None:
         seconds = (time.perf_counter() - start) / args.n
         found = measure(model.architecture, tensors)
         named = Cpu.of(Hardware(0, found.read_gb_s, found.gmac_s))
-        _, verify_s = cpu_passes(Shape(model.architecture, tensors, POSITION), named)
+        verify_s = cpu_passes(Shape(model.architecture, tensors, POSITION), named).verify_s
         if number >= 0:
             for row, value in zip(rows.values(), (seconds, found.plain_s, verify_s(1)), strict=True):
                 row.append(1 / value)

@@ -21,6 +21,7 @@ from twobit.predict import (
     SHARE_GPU,
     Cpu,
     Hardware,
+    Passes,
     Shape,
     best_depth,
     llama_pass,
@@ -95,10 +96,10 @@ def subspec(shape: Shape, hardware: Hardware) -> float | None:
     return tokens_per_step(SUBSPEC_ACCEPTANCE, SUBSPEC_DEPTH) / (SUBSPEC_DEPTH * draft_s + verify_s)
 
 
-def needed(draft_s: float, verify_s: Callable[[int], float], aim: float) -> str:
+def needed(passes: Passes, aim: float) -> str:
     """The acceptance at which drafting reaches `aim` tokens/s."""
     for percent in range(0, 100):
-        if best_depth(draft_s, verify_s, percent / 100)[0] >= aim:
+        if best_depth(passes, percent / 100)[0] >= aim:
             return f"{percent} %"
     return "never"
 
@@ -131,7 +132,7 @@ def _row(name: str, config: dict[str, Any], gib: int, vram_gbs: float, reached: 
     found = predict(architecture, tensors, hardware, context=CONTEXT)
     placed = found.placement
     passes = hybrid_passes(shape, placed, cpu, hardware) if placed.hybrid else cpu_passes(shape, cpu)
-    rates = [best_depth(*passes, a)[0] for a in ACCEPTANCES]
+    rates = [best_depth(passes, a)[0] for a in ACCEPTANCES]
     rival = llama_pass(shape, cpu, hardware)
     plain, drafter, other = 1 / rival(1), mtp(shape, rival, hardware), subspec(shape, hardware)
     if placed.hybrid:
@@ -150,8 +151,8 @@ def _row(name: str, config: dict[str, Any], gib: int, vram_gbs: float, reached: 
         f"| {name} | {where} | {placed.ram / 1e9:.1f} | {found.speed.plain:.2f} | "
         f"{', '.join(f'{r:.1f}' for r in rates)} | {plain:.2f} | {drafter:.2f} | "
         f"{'does not fit' if other is None else f'{other:.2f}'} | "
-        f"{', '.join(f'{r / plain:.2f}' for r in rates)} | {needed(*passes, PLAIN_AIM * plain)} | "
-        f"{', '.join(f'{r / drafter:.2f}' for r in rates)} | {needed(*passes, DRAFTER_AIM * drafter)} |"
+        f"{', '.join(f'{r / plain:.2f}' for r in rates)} | {needed(passes, PLAIN_AIM * plain)} | "
+        f"{', '.join(f'{r / drafter:.2f}' for r in rates)} | {needed(passes, DRAFTER_AIM * drafter)} |"
     )
 
 

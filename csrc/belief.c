@@ -50,6 +50,7 @@ void tb_belief_init(tb_belief *b)
     }
     b->best = 1;
     b->draft[1] = (tb_mean){0.35, 2};
+    b->overlap = (tb_mean){0.02, 2};
     b->draft_slope = 0.1;
     b->verify_slope = 0.2;
     b->tokens = b->cost = 4;
@@ -83,6 +84,7 @@ void tb_belief_learn(tb_belief *b, int32_t kind, int32_t bin, bool accepted)
 void tb_belief_pin(tb_belief *b, const double *draft, const double *verify)
 {
     b->pinned = true;
+    b->overlap = (tb_mean){0.1 * draft[1], 1e12};
     for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
         b->draft[m] = (tb_mean){draft[m], 1e12};
     for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)
@@ -169,9 +171,9 @@ double tb_belief_rate(tb_belief *b)
 
 /* What a step took altogether, against what was expected, says how fast the machine is at the moment; the rest is how its parts
  * compare. A step that took more than twice as long as expected was interrupted and teaches nothing else. */
-void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t tokens)
+void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t overlapped, int32_t tokens)
 {
-    double expected = tb_belief_verify(b, m), seconds = verify_s;
+    double alone = tb_belief_verify(b, m), expected = alone + overlapped * b->overlap.mean, seconds = verify_s;
     for (int32_t i = 0; i < n; i++) {
         expected += tb_belief_draft(b, passes[i].m);
         seconds += passes[i].seconds;
@@ -190,8 +192,13 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
         return;
     }
     follow(&b->plain_s, now, 0.25);
+    double took = verify_s / b->plain_s;
     if (m > 1)
-        learn_cost(b->verify, &b->verify_slope, 1, m, verify_s / b->plain_s);
+        learn_cost(b->verify, &b->verify_slope, 1, m, fmax(took - overlapped * b->overlap.mean, 0.1));
+    if (overlapped)
+        tb_belief_learn_mean(&b->overlap, fmax(took - alone, 0) / overlapped);
+    else
+        b->overlap.mean *= 0.98;        /* so that it is tried again some time */
     for (int32_t i = 0; i < n; i++)
         learn_cost(b->draft, &b->draft_slope, b->draft[1].mean, passes[i].m, passes[i].seconds / b->plain_s);
 }

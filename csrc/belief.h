@@ -21,6 +21,7 @@ typedef struct tb_belief {
     double plain_s;                         /* seconds of verifying one token, as of late; 0: not seen yet */
     tb_mean draft[TB_MAX_DRAFT + 1];        /* cost of a draft pass over M tokens */
     tb_mean verify[TB_MAX_DRAFT + 2];       /* of verifying M tokens; M = 1 is 1 */
+    tb_mean overlap;                        /* what a draft pass adds to the verification that it runs in */
     double draft_slope, verify_slope;       /* of a token more, whatever M */
     tb_mean accept[TB_KINDS][TB_BINS];      /* chance that a proposal is the sampled token, given that its parent was */
     double hit[TB_KINDS], hoped[TB_KINDS];  /* what came and what was expected, over the last few proposals */
@@ -64,6 +65,6 @@ void tb_belief_pin(tb_belief *b, const double *draft, const double *verify);
 /* Another text: what lookups were worth in the one before says nothing. */
 void tb_belief_new_text(tb_belief *b);
 void tb_belief_learn_mean(tb_mean *mean, double seen);
-/* A step of n draft passes, a verification of m tokens in verify_s, and `tokens` tokens emitted. */
-void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t tokens);
+/* A step of n draft passes, a verification of m tokens in verify_s, in which `overlapped` more ran, and `tokens` tokens emitted. */
+void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t overlapped, int32_t tokens);
 #endif

@@ -66,10 +66,37 @@ typedef struct tb_rows {
     uint8_t *active;            /* [blocks] */
 } tb_rows;
 
+enum { TB_LEVEL = 8 };           /* most tokens that the draft takes at once */
+enum { TB_CHOICES = 4 };         /* most tokens that it proposes behind one of them */
+
+/* What a draft pass proposes behind each of its tokens, best first, where the device has ranked it. */
+typedef struct tb_ranked {
+    bool there;
+    int32_t want;               /* choices to look for, at least 2 */
+    int32_t ids[TB_LEVEL][TB_CHOICES];      /* -1: none */
+    float confidence[TB_LEVEL][TB_CHOICES];
+} tb_ranked;
+
+/* A draft that goes on while a verification leaves the device idle. What lies in a draft's slot i has a copy in slot TB_ASIDE + i, behind
+ * the slots that are verified; there it goes on. `next` takes in what the pass before has found and gives the next batch of at most
+ * TB_LEVEL tokens, unless `more` is false; returns its size, 0: enough. */
+enum { TB_ASIDE = TB_MAX_DRAFT + 1 };
+typedef struct tb_overlap {
+    int32_t (*next)(void *arg, bool more, int32_t *tokens, tb_tree *tree);
+    void *arg;
+    int32_t slots;              /* of the draft before */
+    bool always;                /* a layer at every chance, whatever time it takes */
+    bool begun;                 /* the copies were made */
+} tb_overlap;
+
 struct tb_session {
     tb_model *m;
     struct tbg_session *gpu;    /* hybrid: cache and passes are there; NULL: CPU alone */
     const tb_sampling *sampling;    /* of the step that is under way */
+    tb_ranked ranked;
+    tb_overlap *overlap;        /* for the verification that comes; NULL: none */
+    struct tb_kept *kept;       /* what is drafted already behind kept_at tokens; kept_at 0: nothing */
+    int32_t kept_at;
     tb_pool *pool;
     int32_t threads, max_context, capacity, length, high;  /* high: one past the highest position ever written */
     tb_cache *caches;
@@ -93,7 +120,6 @@ struct tb_session {
     atomic_int bad;             /* 0, or 1 + code of the first input that was not finite */
 };
 
-enum { TB_LEVEL = 8 };           /* most tokens that the draft takes at once */
 enum { TB_LOGITS_NONE = 0, TB_LOGITS_LAST = 1, TB_LOGITS_ALL = 2 };
 
 void *tb_alloc(size_t bytes);   /* 64-byte aligned, zeroed; NULL when out of memory */

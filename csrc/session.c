@@ -186,6 +186,7 @@ void tb_session_free(tb_session *s)
     tb_free(s->draft_logits);
     tb_lookup_free(&s->lookup);
     tb_recycled_free(&s->recycled);
+    free(s->kept);
     free(s->head.active);
     free(s->head.runs);
     free(s->top_ids);
@@ -236,6 +237,7 @@ void tb_session_commit(tb_session *s, int32_t op, int32_t length)
     if (op == TB_VERIFY && s->pure == s->length)
         s->pure = length;
     s->length = length;
+    s->kept_at = 0;
 }
 
 static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t chunk, int32_t every, float *logits, char *err, size_t err_n)
@@ -286,6 +288,7 @@ int tb_session_rewind(tb_session *s, int32_t length, char *err, size_t n)
                            (int)i, (int)s->high, (int)length);
     }
     s->length = length;
+    s->kept_at = 0;
     s->pure = min32(s->pure, length);
     if (!length)
         s->high = 0;
@@ -399,6 +402,7 @@ int tb_session_state_set(tb_session *s, const int32_t *tokens, int32_t length, i
             return tb_fail(err, n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[i], (int)s->m->d.vocab);
     if (tb_session_keep_history(s, 0, tokens, length))
         return tb_fail(err, n, TB_ENOMEM, "out of memory for the history");
+    s->kept_at = 0;
     const int code = move_state(s, length, high, state, true);
     if (code) {
         s->length = s->pure = s->high = 0;

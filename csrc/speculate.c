@@ -9,38 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
 #include "os.h"
+#include "plan.h"
 #include "sampler.h"
-
-enum { POOL = 256, SIBLINGS = 4 };
-
-#define LEAST 0.02      /* a path less likely than this is never worth a token */
-
-typedef struct node {
-    int32_t token, parent, depth;
-    int32_t kind;                   /* who proposed it first */
-    int32_t bins[TB_KINDS];         /* how confident each proposer was; -1: it did not propose this */
-    int32_t slot;                   /* where the draft has put its keys, -1: nowhere yet */
-    int32_t first;                  /* once drafted: the draft's first choice */
-    double own, value;              /* chance given its parent; of the whole path */
-    bool ends;
-} node;
-
-typedef struct plan {
-    tb_session *s;
-    const tb_sampling *sampling;
-    const tb_step_options *o;
-    int32_t n, most;                /* tokens of history; most nodes, and the deepest */
-    int32_t n_nodes, n_slots;
-    node nodes[POOL];               /* [0]: the last token of the history; parents come before children */
-    double rate;
-    tb_pass_time passes[TB_MAX_DRAFT + 1];
-    int32_t n_passes;
-    int32_t chosen[TB_MAX_DRAFT + 1], n_chosen;     /* nodes to verify, the root first, every branch in one piece */
-    tb_tree tree;
-    char err[8];
-} plan;
 
 static bool ends(const tb_step_options *o, int32_t token)
 {
@@ -50,7 +21,7 @@ static bool ends(const tb_step_options *o, int32_t token)
     return false;
 }
 
-static bool branches(const plan *p) { return (p->o->use & TB_USE_TREE) && p->o->draft_fixed != 1; }
+bool tb_plan_branches(const plan *p) { return (p->o->use & TB_USE_TREE) && p->o->draft_fixed != 1; }
 
 /* --- the tree --- */
 
@@ -82,7 +53,7 @@ static int32_t add_child(plan *p, int32_t parent, int32_t token, int32_t kind, i
     return p->n_nodes++;
 }
 
-static void revalue(plan *p)
+void tb_plan_revalue(plan *p)
 {
     for (int32_t i = 1; i < p->n_nodes; i++)
         p->nodes[i].value = p->nodes[p->nodes[i].parent].value * p->nodes[i].own;
@@ -92,8 +63,8 @@ static void revalue(plan *p)
 static void choose(plan *p, double rate, int32_t least)
 {
     int32_t order[POOL], n = 0;
-    revalue(p);
-    if (branches(p)) {
+    tb_plan_revalue(p);
+    if (tb_plan_branches(p)) {
         for (int32_t i = 1; i < p->n_nodes; i++) {
             int32_t at = n++;
             for (; at > 0 && p->nodes[order[at - 1]].value < p->nodes[i].value; at--)
@@ -140,15 +111,14 @@ static void arrange(plan *p)
     }
 }
 
-/* The tree of a batch of nodes; slot_of[i]: where node i lies. Returns whether it is a chain in the slots of its positions. */
-static bool lay_out(plan *p, const int32_t *batch, int32_t m, const int32_t *slot_of)
+bool tb_plan_lay_out(const plan *p, tb_tree *tree, const int32_t *batch, int32_t m, const int32_t *slot_of)
 {
     bool chain = true;
     for (int32_t t = 0; t < m; t++) {
-        int32_t depth = p->tree.depth[t] = p->nodes[batch[t]].depth;
+        int32_t depth = tree->depth[t] = p->nodes[batch[t]].depth;
         for (int32_t i = batch[t], d = depth; d >= 0; d--, i = p->nodes[i].parent)
-            p->tree.path[t][d] = slot_of[i];
-        chain = chain && depth == t && p->tree.path[t][t] == t;
+            tree->path[t][d] = slot_of[i];
+        chain = chain && depth == t && tree->path[t][t] == t;
     }
     return chain;
 }
@@ -200,18 +170,23 @@ static int32_t context_of(const plan *p, int32_t i)
     return tb_belief_context(c->bins[TB_KIND_DRAFT] >= 0 ? c->bins[TB_KIND_DRAFT] : tb_belief_draft_bin((float)c->own));
 }
 
-/* What the draft thinks follows node i, from its logits. */
-static bool add_drafted(plan *p, int32_t i, const float *logits)
+bool tb_plan_add_drafted(plan *p, int32_t i, int32_t row)
 {
     tb_session *s = p->s;
-    int32_t tokens[SIBLINGS], found;
+    int32_t tokens[SIBLINGS], found = 0, want = tb_plan_branches(p) ? SIBLINGS : 1;
     float confidence[SIBLINGS];
     for (int32_t at = i; at; at = p->nodes[at].parent)
         s->history[p->n + p->nodes[at].depth - 1] = p->nodes[at].token;
     int32_t end = p->n + p->nodes[i].depth;
-    if (tb_sample_ranked(logits, s->m->d.vocab, s->history, end, p->sampling, end, branches(p) ? SIBLINGS : 1, tokens, confidence,
-                         &found, s->sampler))
+    if (s->ranked.there) {
+        for (; found < want && s->ranked.ids[row][found] >= 0; found++) {
+            tokens[found] = s->ranked.ids[row][found];
+            confidence[found] = s->ranked.confidence[row][found];
+        }
+    } else if (tb_sample_ranked(s->draft_logits + (size_t)row * (size_t)s->m->d.vocab, s->m->d.vocab, s->history, end, p->sampling, end, want, tokens,
+                                confidence, &found, s->sampler)) {
         return false;
+    }
     for (int32_t k = 0; k < found; k++) {
         bool first = k == 0;
         int32_t bin = first ? tb_belief_draft_bin(confidence[k]) : tb_belief_sibling_bin(confidence[k]);
@@ -243,11 +218,11 @@ static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
     }
     for (int32_t i = 0; i < p->n_nodes; i++)
         slot_of[i] = p->nodes[i].slot;
-    (void)lay_out(p, batch, m, slot_of);
+    (void)tb_plan_lay_out(p, &p->tree, batch, m, slot_of);
     if (tb_forward(s, TB_DRAFT, tokens, m, p->n - 1, &p->tree, all ? TB_LOGITS_ALL : TB_LOGITS_LAST, s->draft_logits, p->err, sizeof p->err))
         return false;
     for (int32_t t = all ? 0 : m - 1; t < m; t++)
-        if (!add_drafted(p, batch[t], s->draft_logits + (size_t)(all ? t : 0) * (size_t)s->m->d.vocab))
+        if (!tb_plan_add_drafted(p, batch[t], all ? t : 0))
             return false;
     p->passes[p->n_passes++] = (tb_pass_time){m, tb_clock() - t0};
     return true;
@@ -264,7 +239,9 @@ static double worth_of(const plan *p, int32_t i, double cost)
     return known < ahead ? tb_belief_worth(b, context, p->n_chosen, p->nodes[i].value * (1 - known / ahead), p->rate, cost) : -1;
 }
 
-static bool can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
+bool tb_plan_can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
+
+static bool room(const plan *p, int32_t m) { return p->n_slots - p->n_kept + m <= p->most + 1 && p->n_slots + m <= TB_ASIDE; }
 
 /* The next batch for the draft, 0: nothing pays. A node whose ancestors are not drafted takes them along. */
 static int32_t next_batch(plan *p, int32_t *batch, bool forced)
@@ -274,12 +251,12 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
     choose(p, p->rate, 0);
     double best_net = forced ? -1e9 : 0;
     for (int32_t i = 0; i < p->n_nodes; i++) {
-        if (!can_draft(p, i))
+        if (!tb_plan_can_draft(p, i))
             continue;
         int32_t fresh = 1;
         for (int32_t at = i; at && p->nodes[p->nodes[at].parent].slot < 0; at = p->nodes[at].parent)
             fresh++;
-        if (p->n_slots + fresh > p->most + 1)
+        if (!room(p, fresh))
             continue;
         double net = worth_of(p, i, tb_belief_draft(b, fresh));
         if (net > best_net) {
@@ -293,8 +270,8 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
     m = best_new;
     for (int32_t at = best, k = m; k > 0; at = p->nodes[at].parent)
         batch[--k] = at;
-    for (int32_t i = 0; branches(p) && best_new == 1 && i < p->n_nodes && m < TB_LEVEL && p->n_slots + m < p->most + 1; i++)
-        if (i && i != best && can_draft(p, i) && p->nodes[p->nodes[i].parent].slot >= 0 &&
+    for (int32_t i = 0; tb_plan_branches(p) && best_new == 1 && i < p->n_nodes && m < TB_LEVEL && room(p, m + 1); i++)
+        if (i && i != best && tb_plan_can_draft(p, i) && p->nodes[p->nodes[i].parent].slot >= 0 &&
             worth_of(p, i, tb_belief_draft(b, m + 1) - tb_belief_draft(b, m)) > 0)
             batch[m++] = i;
     return m;
@@ -316,8 +293,8 @@ static void propose_draft(plan *p, int32_t forced)
 /* A chain of exactly so many tokens from the 2-bit weights. */
 static void propose_chain(plan *p)
 {
-    for (int32_t at = 0; p->n_slots < p->most && can_draft(p, at); at = p->nodes[at].first)
-        if (!run_draft(p, &at, 1, false) || p->nodes[at].first < 0)
+    for (int32_t at = 0; at >= 0 && p->n_slots < p->most && p->nodes[at].depth < p->most; at = p->nodes[at].first)
+        if (p->nodes[at].slot < 0 && (!tb_plan_can_draft(p, at) || !run_draft(p, &at, 1, false)))
             break;
 }
 
@@ -326,14 +303,14 @@ static void propose_tree(plan *p)
 {
     for (bool more = true; more && p->n_slots < p->most && p->n_nodes < 2 * p->most + 1;) {
         int32_t batch[TB_LEVEL], m = 0;
-        revalue(p);
+        tb_plan_revalue(p);
         for (; m < TB_LEVEL && p->n_slots + m < p->most; m++) {
             int32_t best = -1;
             for (int32_t i = 0; i < p->n_nodes; i++) {
                 bool taken = false;
                 for (int32_t t = 0; t < m; t++)
                     taken = taken || batch[t] == i;
-                if (!taken && can_draft(p, i) && (i == 0 || p->nodes[p->nodes[i].parent].slot >= 0) && (best < 0 || p->nodes[i].value > p->nodes[best].value))
+                if (!taken && tb_plan_can_draft(p, i) && (i == 0 || p->nodes[p->nodes[i].parent].slot >= 0) && (best < 0 || p->nodes[i].value > p->nodes[best].value))
                     best = i;
             }
             if (best < 0)
@@ -362,7 +339,10 @@ static void propose(plan *p)
     p->chosen[0] = 0;
     if (p->most < 1 || (!p->o->draft_fixed && b->steps == 0)) {
         p->most = 0;
-    } else if (p->o->draft_fixed == 1) {
+        return;
+    }
+    tb_overlap_take(p);
+    if (p->o->draft_fixed == 1) {
         propose_chain(p);
         choose(p, 0, p->most);
     } else if (p->o->draft_fixed) {
@@ -507,6 +487,7 @@ static int accept(plan *p, tb_step_result *r, int32_t *slots, char *err, size_t 
                 at = c;
         if (at >= 0) {
             r->accepted++;
+            r->early_accepted += p->nodes[p->chosen[at]].early;
             r->accepted_by_kind[p->nodes[p->chosen[at]].kind]++;
         }
         r->hit_eos = ends(o, token);
@@ -533,6 +514,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     if (code)
         return code;
     s->sampling = sampling;
+    s->overlap = NULL;
     int32_t most = o->draft_only ? 0 : o->draft_max;
     if (most > TB_MAX_DRAFT)
         most = TB_MAX_DRAFT;
@@ -549,6 +531,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     plan p = {.s = s, .sampling = sampling, .o = o, .n = n, .most = most, .n_nodes = 1};
     p.nodes[0] = (node){.token = history[n - 1], .parent = -1, .bins = {-1, -1, -1, -1}, .slot = -1, .first = -1, .own = 1, .value = 1};
     double before = s->bytes_read;
+    s->ranked = (tb_ranked){.want = tb_plan_branches(&p) ? SIBLINGS : 2};
     propose(&p);
     for (int32_t i = 0; i < p.n_passes; i++) {
         r->draft_s += p.passes[i].seconds;
@@ -566,9 +549,12 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         r->depth = c->depth > r->depth ? c->depth : r->depth;
         if (t)
             r->drafted_by_kind[c->kind]++;
+        r->early += c->early;
     }
     r->drafted = m - 1;
-    bool chain = lay_out(&p, p.chosen, m, slot_of);
+    bool chain = tb_plan_lay_out(&p, &p.tree, p.chosen, m, slot_of);
+    int32_t deepest = s->max_context - n < o->budget - 1 ? s->max_context - n : o->budget - 1;
+    tb_overlap_prepare(&p, deepest < TB_MAX_DRAFT ? deepest : TB_MAX_DRAFT);
     code = tb_session_reserve(s, n + most, m, (m + 7) / 8 * 8, err, err_n);
     double t0 = tb_clock();
     if (!code)
@@ -576,6 +562,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     if (code)
         return code;
     r->verify_s = tb_clock() - t0;
+    r->overlapped_passes = p.n_overlapped;
 
     t0 = tb_clock();
     code = accept(&p, r, slots, err, err_n);
@@ -583,10 +570,14 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         return code;
     tb_session_compact(s, n - 1, slots, r->n_tokens);
     if (!o->draft_only)
-        tb_belief_learn_step(&s->belief, p.passes, p.n_passes, m, r->verify_s, r->n_tokens);
+        tb_belief_learn_step(&s->belief, p.passes, p.n_passes, m, r->verify_s, p.n_overlapped, r->n_tokens);
     r->sample_s = tb_clock() - t0;
     r->bytes = s->bytes_read - before;
     tb_session_commit(s, o->draft_only ? TB_DRAFT : TB_VERIFY, n - 1 + r->n_tokens);
+    if (p.overlap.begun) {
+        s->high = s->high > n - 1 + TB_ASIDE + p.n_slots ? s->high : n - 1 + TB_ASIDE + p.n_slots;
+        tb_overlap_keep(&p, r);
+    }
     return TB_OK;
 }
 
@@ -599,6 +590,7 @@ void tb_session_belief(const tb_session *s, tb_belief_view *v)
     v->plain_s = b->plain_s;
     v->rate = b->tokens / b->cost;
     v->spent = b->spent;
+    v->overlap = b->overlap.mean;
     for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
         v->draft[m] = b->draft[m].weight > 0 ? tb_belief_draft(b, m) : 0;
     for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)

@@ -87,7 +87,8 @@ enum {
     TB_USE_RECYCLED = 4,       /* what the full model found likely after the same token before */
     TB_USE_TREE = 8,           /* several continuations at once */
     TB_USE_SHORT_HEAD = 16,    /* the draft computes a part of the vocabulary's logits */
-    TB_USE_ALL = 31
+    TB_USE_OVERLAP = 32,       /* hybrid: the draft goes on while the CPU verifies */
+    TB_USE_ALL = 63
 };
 
 typedef struct tb_step_options {
@@ -112,6 +113,8 @@ typedef struct tb_step_result {
     int32_t depth;             /* the longest path that was proposed */
     int32_t drafted_by_kind[4], accepted_by_kind[4];
     int32_t draft_passes, draft_tokens;
+    int32_t overlapped_passes;          /* draft passes that ran while this step's tokens were verified */
+    int32_t early, early_accepted;      /* of `drafted` and `accepted`: drafted while the step before was verified */
     int32_t hit_eos;
     double draft_s, verify_s, sample_s;
     double bytes;              /* of weights read */
@@ -125,6 +128,7 @@ typedef struct tb_step_result {
 typedef struct tb_belief_view {
     double plain_s;            /* seconds of a plain step */
     double draft[64], verify[65];              /* [M]: a pass over M tokens */
+    double overlap;            /* what a draft pass adds to the verification that it runs in */
     double rate;               /* tokens per plain step, as of late */
     double spent;              /* what all steps so far cost by these costs, in plain steps */
     double accept[4][16], seen[4][16];         /* chance that a proposal is accepted, by kind and confidence; how many were seen */

@@ -34,6 +34,9 @@ class FakeStep:
     verify_s: float = 0.5
     sample_s: float = 0.125
     draft_passes: int = 1
+    overlapped_passes: int = 0
+    early: int = 0
+    early_accepted: int = 0
     bytes: float = 1e9
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)

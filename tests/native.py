@@ -23,7 +23,8 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werr
 FLAGS = ["-std=c11", "-O3", *WARNINGS, "-ffp-contract=off", "-fPIC"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl"]
-GPU = [f"gpu/{name}.c" for name in ("device", "plain", "opencl", "cuda", "hybrid", "hybrid_session", "upload")]
+GPU_FILES = ("device", "plain", "opencl", "cuda", "hybrid", "hybrid_draft", "hybrid_session", "upload")
+GPU = [f"gpu/{name}.c" for name in GPU_FILES]
 X86 = {"avx2": AVX2, "avx512": AVX512}  # flags of the levels that every compiler knows
 
 # Stands in for the kernels' choice of a level, and says which levels this processor runs.

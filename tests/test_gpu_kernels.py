@@ -16,7 +16,7 @@ from twobit.runtime.lib import ffi, lib
 
 F32, F64 = np.float32, np.float64
 ADD, FINISH, GATED, HAS_H, TREE, KEYS, V_NORM, TIED, FULL = 2, 1, 4, 8, 16, 32, 64, 128, 256
-AHEAD, CHUNK, SPAN, BEST = 65, 512, 1024, 4
+AHEAD, CHUNK, SPAN, BEST, FOUND = 65, 512, 1024, 4, 5
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -209,12 +209,13 @@ def test_heads_are_normed_turned_and_stored(on: Device, values_are_keys: bool) -
     angles = np.concatenate([np.zeros((m, 4)), np.cos(angle[:, :rope]), np.sin(angle[:, :rope])], 1).astype(F32)
     cache = np.zeros((kv, ring, hd), np.float16)
     slots = np.array([5, 6, 23], np.int32)
+    positions = slots + ring  # one turn of the ring later
     y = np.concatenate([q.ravel(), k.ravel(), v.ravel()])
     out = run(
         on,
         "place_heads",
         (heads + kv, m),
-        {0: y, 1: angles, 2: w, 3: cache, 4: cache, 5: slots},
+        {0: y, 1: angles, 2: w, 3: cache, 4: cache, 5: positions},
         m=m,
         heads=heads,
         kv_heads=kv,
@@ -354,6 +355,8 @@ def test_rows_of_an_embedding(on: Device) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_best_logits_with_keyed_noise(on: Device, temperature: float) -> None:
     """The sampler's own noise, so that the token is the one that the sampler would draw without filters."""
+    from test_sampler import gumbel
+
     from twobit.runtime.sampling import Sampling
 
     rng = np.random.default_rng(9)
@@ -361,8 +364,9 @@ def test_the_best_logits_with_keyed_noise(on: Device, temperature: float) -> Non
     logits[0, [7, 1500]] = 5
     seed, positions = 0x1234567890, np.array([30, 41], np.int32)
     words = {"seed0": seed & 0xFFFFFFFF, "seed1": seed >> 32, "temperature": temperature}
-    best = np.zeros((2, 3, BEST, 2), np.int32)
-    out = run(on, "top_logits", (3, 2), {0: logits, 1: best, 2: positions}, m=2, n=2500, **words)[1]
+    best = np.zeros((2, 3, FOUND, 2), np.int32)
+    whole = run(on, "top_logits", (3, 2), {0: logits, 1: best, 2: positions}, m=2, n=2500, **words)[1]
+    out, sums = whole[:, :, :BEST], whole[:, :, BEST, 1].view(F32)
     for t in range(2):
         ids = out[t, :, :, 0].ravel()
         assert (out[t, :, :, 1].ravel().view(F32) == logits[t, ids]).all()
@@ -376,7 +380,32 @@ def test_the_best_logits_with_keyed_noise(on: Device, temperature: float) -> Non
             for span in range(3):
                 part = logits[t, span * SPAN : (span + 1) * SPAN]
                 assert out[t, span, :, 0].tolist() == (span * SPAN + np.argsort(-part, kind="stable")[:BEST]).tolist()
-    same(("top", temperature), on, out)
+                close(sums[t, span], np.exp(part.astype(F64) - part.max()).sum())
+    same(("top", temperature), on, whole)
+    ranked = np.zeros((2, BEST, 2), np.int32)
+    for count in (2, BEST):
+        found = run(on, "rank_tokens", (2,), {0: whole, 1: ranked, 2: positions}, m=2, n=2500, count=count, **words)[1]
+        same(("ranked", temperature, count), on, found)
+        for t in range(2):
+            noise = np.zeros(2500)
+            if temperature:
+                noise = gumbel(seed, int(positions[t]) + 1, np.arange(2500))
+            value = logits[t].astype(F64) / (temperature or 1.0) + noise
+            order = np.argsort(-value, kind="stable")[:count]
+            assert found[t, :, 0].tolist() == [*order.tolist(), *[-1] * (BEST - count)]
+            chance = np.exp(value[order] - value.max())
+            chance /= chance.sum() if temperature else np.exp(value - value.max()).sum()
+            close(found[t, :count, 1].copy().view(F32), chance, 1e-5)
+
+
+def test_ranking_where_there_is_nothing(on: Device) -> None:
+    """Logits that are not numbers give no choice, and no endless one."""
+    logits, positions = np.full((1, 1500), np.nan, F32), np.zeros(1, np.int32)
+    found = run(
+        on, "top_logits", (2, 1), {0: logits, 1: np.zeros((1, 2, FOUND, 2), np.int32), 2: positions}, m=1, n=1500
+    )
+    buffers = {0: found[1], 1: np.zeros((1, BEST, 2), np.int32), 2: positions}
+    assert (run(on, "rank_tokens", (1,), buffers, m=1, n=1500, count=BEST)[1][0, :, 0] == -1).all()
 
 
 def test_every_kernel_is_tested() -> None:

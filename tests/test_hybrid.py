@@ -16,12 +16,13 @@ from packed import packed_model
 from test_lossless import GREEDY, SAMPLED
 
 from twobit.errors import RuntimeFailure
+from twobit.quant.recipe import Recipe, Rule
 from twobit.runtime import device as devices
 from twobit.runtime.device import Device, place
 from twobit.runtime.lib import call, ffi, lib
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
-from twobit.runtime.session import Session, StepOptions
+from twobit.runtime.session import Session, StepOptions, StepResult, Use
 
 SOME = ("llama", "gemma4_text", "qwen2-tied")  # full and sliding attention, an embedding of its own and a tied one
 BOUND = 5e-4
@@ -33,9 +34,15 @@ def ids(n: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(5, VOCAB, n).tolist()
 
 
-def hybrid(variant: str, kind: str = "plain", layers: int = 0, pass_tokens: int = 256) -> Model:
+CLOSE = Recipe(rules=(Rule.parse("*_proj=4+6"),))
+"""Drafts of 4 bits, most of which are right: in a model of random weights 2 bits give few."""
+
+
+def hybrid(
+    variant: str, kind: str = "plain", layers: int = 0, pass_tokens: int = 256, recipe: Recipe | None = None
+) -> Model:
     """The model with the residual of so many layers on the device."""
-    model = Model.open(packed_model(variant))
+    model = Model.open(packed_model(variant, recipe))
     on = device(kind)
     call(lib.tb_model_place, model.c_model, on.c_gpu, layers, pass_tokens)
     model.placed = devices.Placed(on, layers, False, on.used, pass_tokens)
@@ -127,6 +134,119 @@ def test_ids_on_opencl(variant: str) -> None:
         assert accepted > 0
 
 
+ALONE = Use.ALL & ~Use.OVERLAP
+COSTS = ([0.1, 0.11], [1.0, 1.02])  # of a machine whose GPU drafts fast
+
+
+def steps(
+    model: Model,
+    sampling: Sampling,
+    options: StepOptions,
+    n: int,
+    *,
+    pinned: bool = False,
+    prompt: int = 12,
+    context: int = 256,
+) -> tuple[list[int], list[StepResult]]:
+    history, session, found = ids(prompt, 3), Session(model, context, 1), []
+    if pinned:
+        session.pin_costs(*COSTS)
+    session.sync(history[:-1])
+    while len(history) < prompt + n:
+        found.append(session.step(history, sampling, options))
+        history += found[-1].tokens
+    return history[: prompt + n], found
+
+
+NOISY = Sampling(temperature=0.8, seed=3)
+
+
+def check_overlap(variant: str, kind: str, samplings: Sequence[Sampling], n: int) -> None:
+    """The same text; what was drafted while the CPU verified is used, and spares passes that nothing hides."""
+    used = accepted = 0
+    for sampling in samplings:
+        plain, _ = steps(hybrid(variant, kind, recipe=CLOSE), sampling, StepOptions(draft_max=0), n)
+        for shape in ({"draft_fixed": True, "draft_max": 3}, {"draft_tree": True, "draft_max": 13}):
+            passes = []
+            for use in (Use.ALL, ALONE):
+                model = hybrid(variant, kind, recipe=CLOSE)
+                found, results = steps(model, sampling, StepOptions(use=use, **shape), n)
+                assert found == plain, f"{shape}, {use!r}"
+                early = sum(r.early for r in results)
+                passes.append(sum(r.draft_passes for r in results))
+                assert all(r.early_accepted <= r.early <= r.drafted for r in results)
+                if use == ALONE:
+                    assert early == sum(r.overlapped_passes for r in results) == 0
+                else:
+                    assert sum(r.overlapped_passes for r in results) > 0
+                    used += early
+                    accepted += sum(r.early_accepted for r in results)
+            assert passes[0] <= passes[1]
+    assert used > accepted > 0, "nothing that was drafted meanwhile was ever used: the test would prove little"
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma4_text", "qwen2-tied", "mistral"])
+def test_ids_with_the_overlapped_draft(variant: str) -> None:
+    check_overlap(variant, "plain", (GREEDY, NOISY, SAMPLED), 48)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma4_text"])
+def test_ids_with_the_overlapped_draft_on_opencl(variant: str) -> None:
+    check_overlap(variant, "opencl", (NOISY,), 24)
+
+
+def test_the_cost_model_uses_the_overlapped_draft() -> None:
+    """With costs as of a fast GPU it drafts meanwhile, the same at every run; where that costs much, it does not."""
+    model = hybrid("llama", recipe=CLOSE)
+    plain, _ = steps(model, NOISY, StepOptions(draft_max=0), 64)
+    runs = [steps(model, NOISY, StepOptions(draft_max=16), 64, pinned=True) for _ in range(2)]
+    assert runs[0][0] == runs[1][0] == plain
+    counts = [[(r.drafted, r.early, r.overlapped_passes) for r in found] for _, found in runs]
+    assert counts[0] == counts[1]
+    assert sum(early for _, early, _ in counts[0]) > 0
+    alone = steps(model, NOISY, StepOptions(draft_max=16, use=ALONE), 64, pinned=True)
+    assert alone[0] == plain
+    assert sum(r.draft_passes for r in runs[0][1]) < sum(r.draft_passes for r in alone[1])
+
+
+def test_what_was_drafted_meanwhile_is_dropped_where_the_text_turns() -> None:
+    """Another text, a step back, another sampler between two steps: the text is the one without drafts."""
+    model, other = hybrid("mistral", recipe=CLOSE), Sampling(temperature=0.5, seed=9)
+    options = StepOptions(draft_max=13, draft_tree=True)
+    texts = []
+    for draft in (options, StepOptions(draft_max=0)):
+        history, session, text = ids(12, 3), Session(model, 256, 1), []
+        session.sync(history[:-1])
+        for turn in range(12):
+            sampling = other if turn % 3 else NOISY
+            while len(history) < 12 + 9 * (turn + 1):
+                history += session.step(history, sampling, draft).tokens
+            del history[12 + 9 * (turn + 1) :]
+            text.append(list(history))
+            if turn % 2:
+                history = [*history[:-4], 7, 9]
+            elif turn % 4 == 0:
+                session.sync(ids(20, turn))
+            session.sync(history[:-1])
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("variant", ["mistral", "gemma4_text"])
+def test_a_ring_that_has_turned(variant: str) -> None:
+    """Windows of 8 positions in rings of 152 slots, a text of 400 tokens: against the CPU, and with drafts."""
+    tokens = ids(400)
+    expected = Session(Model.open(packed_model(variant)), 512).eval(tokens, every=True)
+    found = Session(hybrid(variant, pass_tokens=16), 512).eval(tokens, every=True)
+    assert expected is not None and found is not None
+    assert np.abs(found - expected).max() <= BOUND * (expected.max() - expected.min())
+    texts = [
+        steps(hybrid(variant, pass_tokens=16, recipe=CLOSE), NOISY, o, 32, prompt=300, context=512)[0]
+        for o in (StepOptions(draft_max=0), StepOptions(draft_max=13, draft_tree=True))
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_the_device_drafts_what_the_cpu_drafts() -> None:
     """Nearly as many drafts are accepted as on the CPU, whose sampler sees every logit, not the best of each span."""
     for sampling in (GREEDY, Sampling(temperature=0.8, seed=3)):
@@ -145,7 +265,7 @@ def test_only_activations_cross_the_bus() -> None:
     session.sync(history[:-1])
     before = session.bus
     assert before["prefill"]["weights"] == 0 and before["draft"] == {"to": 0, "back": 0, "weights": 0}
-    step = session.step(history, GREEDY, StepOptions(draft_max=m - 1, draft_fixed=True))
+    step = session.step(history, GREEDY, StepOptions(draft_max=m - 1, draft_fixed=True, use=ALONE))
     assert step.drafted == m - 1
     bus = session.bus
     layer = arch.layers[0]
@@ -159,6 +279,19 @@ def test_only_activations_cross_the_bus() -> None:
     assert bus["draft"]["back"] == step.draft_passes * 4 * 8  # ids and logits of four candidates
     assert bus["draft"]["to"] <= step.draft_passes * (about + 65 * 4)
     assert bus["draft"]["weights"] == bus["verify"]["weights"] == 0
+    session = Session(hybrid("llama", recipe=CLOSE), 256, 1)
+    session.sync(history[:-1])
+    passes = overlapped = 0
+    while not overlapped:
+        before = session.bus
+        step = session.step(history, GREEDY, StepOptions(draft_max=m - 1, draft_fixed=True))
+        history += step.tokens
+        passes, overlapped = step.draft_passes, step.overlapped_passes
+    after = {phase: {k: v - before[phase][k] for k, v in n.items()} for phase, n in session.bus.items()}
+    assert after["verify"]["back"] == bus["verify"]["back"]
+    assert 0 <= after["verify"]["to"] - bus["verify"]["to"] <= 4 * 64  # slots that move
+    assert after["draft"]["back"] == 4 * 8 * (passes + overlapped)
+    assert after["draft"]["weights"] == after["verify"]["weights"] == 0
 
 
 def test_a_session_goes_back_and_is_saved(tmp_path: object) -> None:

@@ -28,6 +28,7 @@ ENGINE = [
     "forward.c",
     "guard.c",
     "speculate.c",
+    "overlap.c",
     "belief.c",
     "lookup.c",
     "probe.c",

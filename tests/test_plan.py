@@ -62,10 +62,28 @@ def test_tokens_per_step_against_a_simulation() -> None:
 
 
 def test_the_depth_that_pays_most() -> None:
-    assert predict.best_depth(1.0, lambda m: 1.0, 0.8)[1] == 0  # a draft as dear as a step
-    rate, depth = predict.best_depth(0.01, lambda m: 1.0, 0.8)
+    assert predict.best_depth(predict.Passes(1.0, lambda m: 1.0), 0.8)[1] == 0  # a draft as dear as a step
+    rate, depth = predict.best_depth(predict.Passes(0.01, lambda m: 1.0), 0.8)
     others = [predict.tokens_per_step(0.8, k) / (0.01 * k + 1.0) for k in (depth - 1, depth, depth + 1)]
     assert rate == others[1] == max(others)
+
+
+def test_a_draft_that_goes_on_by_hand() -> None:
+    """Against a count of steps: 4 tokens drafted, room for 5 passes, none or 4 passes spared in the next step."""
+    rng = random.Random(1)
+    passes = predict.Passes(0.1, lambda m: 1.0, lambda m: 0.55, 0.02)
+    total, ready, n = 0.0, False, 40_000
+    for _ in range(n):
+        total += 1.0 + 5 * 0.02 + (0 if ready else 4 * 0.1)
+        accepted = next((i for i in range(4) if rng.random() >= 0.8), 4)
+        ready = bool(rng.random() < (0.8 if accepted == 4 else predict.SECOND))
+    seconds, overlapped = predict.step_s(passes, 0.8, 4)
+    assert overlapped == 5
+    assert seconds == pytest.approx(total / n, rel=0.01)
+    without = predict.Passes(0.1, lambda m: 1.0)
+    assert predict.best_depth(passes, 0.8)[0] > predict.best_depth(without, 0.8)[0]
+    dear = predict.Passes(0.1, lambda m: 1.0, lambda m: 0.55, 0.09)
+    assert predict.step_s(dear, 0.8, 4) == predict.step_s(without, 0.8, 4)
 
 
 def test_a_hybrid_step_by_hand(tables: Any) -> None:

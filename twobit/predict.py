@@ -10,6 +10,9 @@ Seconds of one pass over M tokens:
 read and multiply are what kernels get out of a device, not what it could: see SHARE_*. In a product that both take part
 in, the slower of CPU and GPU counts. A step drafts k tokens, one pass of the 2-bit part each, and verifies k + 1 at
 once; where each is accepted with chance a it yields (1 - a^(k+1)) / (1 - a) tokens, and k is the one that pays most.
+
+With a GPU the draft goes on while the CPU multiplies, behind the last token and behind BRANCHES - 1 second choices.
+Where the text goes on at one of these, with chance `prepared`, the next step spares the passes that it needs no more.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ SHARE_GPU = 0.85  # of the GPU's bandwidth: an aim, not measured
 CORE_GMACS = 110.0  # GMAC/s of a core: AVX2, 25 per cycle at 4.4 GHz
 LAYER_S = 20e-6  # of a GPU per layer and pass: ten kernels are started
 PRODUCT_S = 20e-6  # per product of both: two copies are started and waited for
+BRANCHES = 8  # nodes of a draft pass that goes on in a verification, as TB_LEVEL
+SECOND = 0.4  # chance that a token is the draft's second choice where it is not the first: assumed
 DRIVER = 600 << 20  # bytes of VRAM that driver and screen take
 POSITIONS = 512  # of context that a step attends to
 RAM_KEPT = 2 << 30  # bytes of RAM for everything else
@@ -93,7 +98,8 @@ def _both(reading: float, multiplying: float) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second, plain and with drafts of `depth` tokens, that yield `tokens_per_step` at the acceptance."""
+    """Tokens per second, plain and with drafts of `depth` tokens, that yield `tokens_per_step` at the acceptance.
+    overlapped: draft passes that go on in a verification."""
 
     plain: float
     drafted: float
@@ -101,6 +107,7 @@ class Speed:
     tokens_per_step: float
     draft_s: float
     verify_s: float
+    overlapped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class Prediction:
                 "tokens_per_step": self.speed.tokens_per_step,
                 "draft_s": self.speed.draft_s,
                 "verify_s": self.speed.verify_s,
+                "overlapped_passes": self.speed.overlapped,
             },
             "llama_cpp_q8_0": {
                 "bytes": self.q8_bytes,
@@ -184,50 +192,84 @@ def tokens_per_step(acceptance: float, depth: int) -> float:
     return float(depth + 1) if acceptance >= 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
 
 
-def best_depth(
-    draft_s: float, verify_s: Callable[[int], float], acceptance: float, most: int = MAX_DRAFT
-) -> tuple[float, int]:
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a draft pass and of a verification by its tokens. idle_s: in these the GPU has nothing to do; each_s:
+    what a draft pass that runs in them adds to the verification."""
+
+    draft_s: float
+    verify_s: Callable[[int], float]
+    idle_s: Callable[[int], float] = lambda m: 0.0
+    each_s: float = 0.0
+
+
+def prepared(acceptance: float, depth: int) -> float:
+    """The chance that a step ends where the draft has gone on: behind all its tokens, or at a second choice."""
+    others = sum(acceptance**i * (1 - acceptance) * SECOND for i in range(min(depth, BRANCHES - 1)))
+    return float(acceptance ** (depth + 1) + others)
+
+
+def step_s(passes: Passes, acceptance: float, depth: int) -> tuple[float, float]:
+    """(seconds of a step that drafts `depth` tokens, draft passes that go on in its verification on average)."""
+    alone = depth * passes.draft_s + passes.verify_s(depth + 1)
+    # the pass that finds the first token behind the step's own is one more
+    room = int(min(passes.idle_s(depth + 1) / passes.draft_s, depth + 1)) if depth else 0
+    spared = prepared(acceptance, depth) * max(0, room - 1) * passes.draft_s - room * passes.each_s
+    return (alone - spared, room) if spared > 0 else (alone, 0.0)
+
+
+def best_depth(passes: Passes, acceptance: float, most: int = MAX_DRAFT) -> tuple[float, int]:
     """(tokens per second, depth) of the chain that pays most; depth 0 is plain decoding."""
-    rates = [(tokens_per_step(acceptance, k) / (k * draft_s + verify_s(k + 1)), k) for k in range(most + 1)]
+    rates = [(tokens_per_step(acceptance, k) / step_s(passes, acceptance, k)[0], k) for k in range(most + 1)]
     return max(rates, key=lambda rate: (rate[0], -rate[1]))
 
 
-def speed(draft_s: float, verify_s: Callable[[int], float], acceptance: float) -> Speed:
-    rate, depth = best_depth(draft_s, verify_s, acceptance)
-    tokens = tokens_per_step(acceptance, depth)
-    return Speed(1 / verify_s(1), rate, depth, tokens, draft_s, verify_s(depth + 1))
+def speed(passes: Passes, acceptance: float) -> Speed:
+    rate, depth = best_depth(passes, acceptance)
+    tokens, verify_s = tokens_per_step(acceptance, depth), passes.verify_s(depth + 1)
+    return Speed(
+        1 / passes.verify_s(1), rate, depth, tokens, passes.draft_s, verify_s, step_s(passes, acceptance, depth)[1]
+    )
 
 
-def cpu_passes(shape: Shape, cpu: Cpu) -> tuple[float, Callable[[int], float]]:
-    """(seconds of a draft pass, seconds of a verification by tokens) of a run without a GPU."""
+def cpu_passes(shape: Shape, cpu: Cpu) -> Passes:
+    """Of a run without a GPU."""
     everything = shape.draft_bytes + shape.residual_bytes
     rest = CPU_LAYER_S * len(shape.weights)
     draft_s = rest + cpu.draft_seconds(shape.draft_bytes + shape.read_cache, shape.matrix_weights)
-    return draft_s, lambda m: rest + cpu.seconds(everything + shape.read_cache, shape.matrix_weights, m)
+    return Passes(draft_s, lambda m: rest + cpu.seconds(everything + shape.read_cache, shape.matrix_weights, m))
 
 
-def hybrid_passes(
-    shape: Shape, placed: Placement, cpu: Cpu, hardware: Hardware
-) -> tuple[float, Callable[[int], float]]:
-    """The same of a run whose 2-bit part is in VRAM."""
+def hybrid_passes(shape: Shape, placed: Placement, cpu: Cpu, hardware: Hardware) -> Passes:
+    """Of a run whose 2-bit part is in VRAM."""
     gpu, bus = SHARE_GPU * hardware.vram_gbs * 1e9, hardware.bus_gbs * 1e9
     sizes, layers = shape.sizes, len(shape.weights)
     draft_s = (shape.draft_bytes + shape.read_cache) / gpu + LAYER_S * layers
     split = layers - placed.residual_layers
 
+    def both_s(m: int) -> list[tuple[float, float]]:
+        """Of the products that both take part in: the CPU's time and the GPU's."""
+        parts = [
+            (cpu.seconds(sizes.residual[i], shape.weights[i], m), sizes.draft[i] / gpu)
+            for i in range(placed.residual_layers, layers)
+        ]
+        if not placed.residual_head:
+            parts.append((cpu.seconds(sizes.head_residual, shape.head, m), sizes.head_draft / gpu))
+        return parts
+
     def verify_s(m: int) -> float:
         total = (shape.read_cache + sum(sizes.residual[: placed.residual_layers])) / gpu + LAYER_S * layers
         total += sum(sizes.draft[: placed.residual_layers]) / gpu
-        for i in range(placed.residual_layers, layers):
-            both = cpu.seconds(sizes.residual[i], shape.weights[i], m)
-            total += max(both, sizes.draft[i] / gpu) + shape.crossing[i] * m / bus
-        total += 4 * PRODUCT_S * split
+        total += sum(max(both) for both in both_s(m))
+        total += sum(shape.crossing[placed.residual_layers :]) * m / bus + 4 * PRODUCT_S * split
         if placed.residual_head:
             return total + (sizes.head_draft + sizes.head_residual) / gpu
-        head = max(cpu.seconds(sizes.head_residual, shape.head, m), sizes.head_draft / gpu)
-        return total + head + shape.head_crossing * m / bus + PRODUCT_S
+        return total + shape.head_crossing * m / bus + PRODUCT_S
 
-    return draft_s, verify_s
+    def idle_s(m: int) -> float:
+        return sum(max(0.0, of_cpu - of_gpu) for of_cpu, of_gpu in both_s(m))
+
+    return Passes(draft_s, verify_s, idle_s, LAYER_S * layers)  # the CPU starts its kernels
 
 
 def q8_bytes(shape: Shape) -> int:
@@ -280,7 +322,7 @@ def predict(
     cpu: Cpu | None = None,
     acceptance: float = ACCEPTANCE,
     residual_layers: int | None = None,
-    passes: tuple[float, Callable[[int], float]] | None = None,
+    passes: Passes | None = None,
 ) -> Prediction:
     """Placement and speed of a model on `hardware`. cpu: what its processor was measured to do; passes: the seconds of
     a run without GPU, where they were measured as well."""
@@ -296,22 +338,23 @@ def predict(
     everything = shape.draft_bytes + shape.residual_bytes + shape.sizes.small + shape.sizes.embedding
     on_gpu = hardware.vram > 0 and placed.hybrid
     if on_gpu:
-        draft_s, verify_s = hybrid_passes(shape, placed, known, hardware)
+        passes = hybrid_passes(shape, placed, known, hardware)
     else:
         placed = replace(placed, ram=everything, missing=placed.missing if hardware.vram else 0)
-        draft_s, verify_s = passes or cpu_passes(shape, known)
+        passes = passes or cpu_passes(shape, known)
     rival = llama_pass(shape, known, hardware)
     q8 = q8_bytes(shape)
     q8_fits = hardware.vram > 0 and llama_split(shape, hardware.vram)[1] == 0
     in_ram = placed.ram + (0 if on_gpu else shape.cache) + RAM_KEPT
     fits = in_ram <= hardware.ram
-    found = speed(draft_s, verify_s, acceptance)
+    found = speed(passes, acceptance)
     assumed = {
         "hardware": {k: v for k, v in asdict(hardware).items() if k != "sources"},
         "sources": dict(hardware.sources),
         "context": shape.context,
         "positions": POSITIONS,
         "acceptance": acceptance,
+        "second_choice": SECOND,
         "cpu_read_gbs": known.read * 1e-9,
         "cpu_gmacs": known.multiply * 1e-9,
         "gpu_share_of_bandwidth": SHARE_GPU,

@@ -10,32 +10,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "hybrid_session.h"
+#include "hybrid_pass.h"
 
 static int min_int(int a, int b) { return a < b ? a : b; }
 
 enum { AT_QKV, AT_O, AT_GATE_UP, AT_DOWN, AT_HEAD };
-
-typedef struct pass {
-    tb_session *s;
-    tbg_session *h;
-    const tb_model *m;
-    const tbg_model *gm;
-    tb_gpu *g;
-    int op, n, position, queue, code;
-    const tb_tree *tree;
-    bool stream;
-    int staged;                     /* the slot that holds, or gets, the planes of the next linear group */
-    double cpu_s;
-    tbg_work *w;
-} pass;
 
 static int depth_of(const pass *p, int t) { return p->tree ? p->tree->depth[t] : t; }
 static int slot_of(const pass *p, int t) { return p->tree ? p->tree->path[t][p->tree->depth[t]] : t; }
 
 /* --- queue --- */
 
-static void go(pass *p, int kernel, int gx, int gy, int gz, const tbg_params *q, tbg_buffer *const b[TBG_BUFFERS])
+void tbg_go(pass *p, int kernel, int gx, int gy, int gz, const tbg_params *q, tbg_buffer *const b[TBG_BUFFERS])
 {
     const int groups[3] = {gx, gy, gz};
     if (!p->code && gx > 0 && gy > 0 && gz > 0)
@@ -46,23 +32,23 @@ static void write_to(pass *p, tbg_buffer *b, const void *from, size_t bytes)
 {
     if (!p->code && bytes)
         p->code = p->g->driver->write(p->g, p->queue, b, 0, from, bytes);
-    p->h->bus.to[p->h->phase] += (double)bytes;
+    p->h->bus.to[p->phase] += (double)bytes;
 }
 
-static void read_from(pass *p, tbg_buffer *b, size_t at, void *to, size_t bytes)
+void tbg_read_from(pass *p, tbg_buffer *b, size_t at, void *to, size_t bytes)
 {
     if (!p->code && bytes)
         p->code = p->g->driver->read(p->g, p->queue, b, at, to, bytes);
-    p->h->bus.back[p->h->phase] += (double)bytes;
+    p->h->bus.back[p->phase] += (double)bytes;
 }
 
-static void mark(pass *p, int queue, int event)
+void tbg_mark(pass *p, int queue, int event)
 {
     if (!p->code)
         p->code = p->g->driver->mark(p->g, queue, event);
 }
 
-static void wait_for(pass *p, int event)
+void tbg_wait_for(pass *p, int event)
 {
     if (!p->code)
         p->code = p->g->driver->wait(p->g, event);
@@ -154,6 +140,8 @@ static void multiply_residual(pass *p, residual *r, const float *x, float *y, in
     const double took = tb_clock() - start;
     p->s->product_seconds += took;
     p->cpu_s += took;
+    if (p->phase == TB_BUS_VERIFY)
+        p->h->group_s[place] = took;
 }
 
 /* --- planes that stream through the device --- */
@@ -185,7 +173,7 @@ static void bring(pass *p, int layer, int group)
     const size_t base = (size_t)(uint32_t)d[TBG_RCODES];
     copy c = {.n = 0};
     size_t end = 0;
-    wait_for(p, TBG_STAGED + k);        /* what is in the pinned slot has gone */
+    tbg_wait_for(p, TBG_STAGED + k);        /* what is in the pinned slot has gone */
     if (p->code)
         return;
     for (int part = first; part < group_first[group + 1]; part++) {
@@ -205,9 +193,9 @@ static void bring(pass *p, int layer, int group)
     after(p, TBG_COPY, TBG_USED + k);
     if (!p->code)
         p->code = p->g->driver->write(p->g, TBG_COPY, h->stage[k], 0, h->pinned[k]->host, end);
-    mark(p, TBG_COPY, TBG_STAGED + k);
-    h->bus.to[h->phase] += (double)end;
-    h->bus.weights[h->phase] += (double)end;
+    tbg_mark(p, TBG_COPY, TBG_STAGED + k);
+    h->bus.to[p->phase] += (double)end;
+    h->bus.weights[p->phase] += (double)end;
 }
 
 static void bring_next(pass *p, int layer, int group)
@@ -245,7 +233,7 @@ static void round_inputs(pass *p, const linear *l)
         const tbg_params q = {.m = l->m, .n = l->cols, .kind = kind, .place = 1 + l->layer * 8 + l->place, .x = l->at,
                               .flags = l->gated ? TBG_GATED : 0, .activation = p->m->d.activation};
         tbg_buffer *const b[TBG_BUFFERS] = {l->input, p->w->a, p->w->acts[kind], p->w->flag};
-        go(p, TBG_K_round_acts, (l->cols + size - 1) / size, l->m, 1, &q, b);
+        tbg_go(p, TBG_K_round_acts, (l->cols + size - 1) / size, l->m, 1, &q, b);
     }
 }
 
@@ -271,7 +259,7 @@ static void multiply(pass *p, const linear *l, bool rest, tbg_buffer *planes, in
         const tbg_params q = {.m = l->m, .first = l->layer * TBG_PARTS + l->first + i, .count = count, .flags = flags, .a = shift};
         tbg_buffer *const b[TBG_BUFFERS] = {planes, p->gm->table, p->w->acts[kind], l->y, place->draft, p->gm->weights};
         if (w->rows)
-            go(p, kernel, many ? (l->m + 7) / 8 : 1, blocks, 1, &q, b);
+            tbg_go(p, kernel, many ? (l->m + 7) / 8 : 1, blocks, 1, &q, b);
     }
 }
 
@@ -294,7 +282,7 @@ static void run_linear(pass *p, const linear *l)
         multiply(p, l, false, place->draft, 0, 0);
         after(p, p->queue, TBG_STAGED + k);
         multiply(p, l, true, h->stage[k], shift, TBG_ADD | TBG_FINISH);
-        mark(p, p->queue, TBG_USED + k);
+        tbg_mark(p, p->queue, TBG_USED + k);
         p->staged = 1 - k;
         bring_next(p, l->layer, l->place);
         return;
@@ -314,23 +302,24 @@ static void run_linear(pass *p, const linear *l)
         p->code = tbg_reserve_staging(p->s, (size_t)l->m * (size_t)l->cols, (size_t)l->m * (size_t)rows);
     if (p->code)
         return;
-    read_from(p, l->gated ? p->w->a : l->input, (size_t)(l->gated ? 0 : l->at) * sizeof(float), h->in->host,
+    tbg_read_from(p, l->gated ? p->w->a : l->input, (size_t)(l->gated ? 0 : l->at) * sizeof(float), h->in->host,
               (size_t)l->m * (size_t)l->cols * sizeof(float));
-    mark(p, p->queue, TBG_INPUT);
+    tbg_mark(p, p->queue, TBG_INPUT);
     multiply(p, l, false, place->draft, 0, 0);
-    mark(p, p->queue, TBG_OTHER);       /* so that the product starts now */
-    wait_for(p, TBG_INPUT);
+    tbg_mark(p, p->queue, TBG_OTHER);       /* so that the product starts now */
+    tbg_overlap_go_on(p, l->place);
+    tbg_wait_for(p, TBG_INPUT);
     multiply_residual(p, &r, h->in->host, h->out->host, l->place, l->layer);
     tbg_buffer *const yr = l->layer == p->m->d.n_layers ? h->logits_r : h->yr;
     write_to(p, yr, h->out->host, (size_t)l->m * (size_t)rows * sizeof(float));
     const tbg_params q = {.m = l->m, .first = l->layer * TBG_PARTS + l->first, .count = parts};
     tbg_buffer *const b[TBG_BUFFERS] = {l->y, p->gm->table, NULL, yr, NULL, p->gm->weights};
-    go(p, TBG_K_sum_parts, (rows + 63) / 64, l->m, 1, &q, b);
+    tbg_go(p, TBG_K_sum_parts, (rows + 63) / 64, l->m, 1, &q, b);
 }
 
 /* --- between them --- */
 
-static void start(pass *p, const int32_t *tokens)
+void tbg_start(pass *p, const int32_t *tokens)
 {
     tbg_work *w = p->w;
     int32_t *ids = w->meta->host, *positions = ids + w->tokens, *slots = positions + w->tokens, *path = slots + w->tokens;
@@ -369,12 +358,23 @@ static void start(pass *p, const int32_t *tokens)
                           .first = m->d.n_layers * TBG_PARTS, .kind = 256 * head->draft_bits + head->residual_bits};
     tbg_buffer *const b[TBG_BUFFERS] = {p->gm->embedding_codes, p->gm->embedding_scales, at->draft, p->gm->table,
                                         at->residual ? at->residual : p->gm->tied_residual, NULL, w->ids, w->x};
-    go(p, TBG_K_embed, (m->d.hidden + 63) / 64, p->n, 1, &q, b);
+    tbg_go(p, TBG_K_embed, (m->d.hidden + 63) / 64, p->n, 1, &q, b);
     /* what the kernel reads of rows that lie in RAM */
     if (!tied)
-        p->h->bus.to[p->h->phase] += (double)p->n * (m->d.hidden + 2 * ((m->d.hidden + 31) / 32));
+        p->h->bus.to[p->phase] += (double)p->n * (m->d.hidden + 2 * ((m->d.hidden + 31) / 32));
     else if (full && !at->residual)
-        p->h->bus.to[p->h->phase] += (double)p->n * (m->d.hidden * (head->residual_bits / 8.0 + 0.5 / head->residual_group));
+        p->h->bus.to[p->phase] += (double)p->n * (m->d.hidden * (head->residual_bits / 8.0 + 0.5 / head->residual_group));
+}
+
+void tbg_move(pass *p, int position, const int32_t *slots, int n)
+{
+    write_to(p, p->w->ids, slots, (size_t)n * sizeof *slots);
+    for (int i = 0; i < p->m->d.n_layers && n > 0; i++) {
+        const tb_layer *l = &p->m->layers[i];
+        const tbg_params q = {.n = n, .position = position, .ring = p->s->caches[i].ring, .head_dim = l->head_dim};
+        tbg_buffer *const b[TBG_BUFFERS] = {p->w->ids, NULL, NULL, p->h->keys[i], p->h->values[i]};
+        tbg_go(p, TBG_K_move_slots, l->n_kv_heads, 1, 1, &q, b);
+    }
 }
 
 /* x = (x + norm(h)) * scale where there is an h; a = norm(x). */
@@ -382,7 +382,7 @@ static void step_norm(pass *p, bool has_h, int w0, float scale, int w1)
 {
     const tbg_params q = {.m = p->n, .n = p->m->d.hidden, .flags = has_h ? TBG_HAS_H : 0, .w0 = w0, .w1 = w1, .scale = scale, .eps = p->m->d.norm_eps};
     tbg_buffer *const b[TBG_BUFFERS] = {p->w->x, p->w->y, p->gm->weights, p->w->a};
-    go(p, TBG_K_norm_step, 1, p->n, 1, &q, b);
+    tbg_go(p, TBG_K_norm_step, 1, p->n, 1, &q, b);
 }
 
 static void norm_whole(pass *p, int at, int n, int weight)
@@ -390,7 +390,7 @@ static void norm_whole(pass *p, int at, int n, int weight)
     const tbg_params q = {.m = p->n, .n = n, .w0 = -1, .w1 = weight, .x = at, .a = at, .scale = 1, .eps = p->m->d.norm_eps};
     tbg_buffer *const b[TBG_BUFFERS] = {p->w->y, NULL, p->gm->weights, p->w->y};
     if (weight >= 0)
-        go(p, TBG_K_norm_step, 1, p->n, 1, &q, b);
+        tbg_go(p, TBG_K_norm_step, 1, p->n, 1, &q, b);
 }
 
 static void attention(pass *p, int layer)
@@ -412,7 +412,7 @@ static void attention(pass *p, int layer)
                     .eps = p->m->d.norm_eps, .scale = l->attention_scale, .softcap = l->attention_softcap,
                     .flags = (l->v.rows ? 0 : TBG_VALUES_ARE_KEYS) | (l->v_norm ? TBG_V_NORM : 0) | (p->tree ? TBG_TREE : 0)};
     tbg_buffer *const place[TBG_BUFFERS] = {p->w->y, p->w->angles, p->gm->weights, h->keys[layer], h->values[layer], p->w->slots};
-    go(p, TBG_K_place_heads, l->n_heads + l->n_kv_heads, p->n, 1, &q, place);
+    tbg_go(p, TBG_K_place_heads, l->n_heads + l->n_kv_heads, p->n, 1, &q, place);
 
     /* Tokens in tiles, so that the parts of all chunks find room. */
     const int oldest = l->window && p->position >= l->window ? p->position - l->window + 1 : 0;
@@ -428,13 +428,13 @@ static void attention(pass *p, int layer)
         const int m = min_int(tile, p->n - t);
         q.token = t;
         tbg_buffer *const chunk[TBG_BUFFERS] = {p->w->y, h->keys[layer], h->values[layer], p->w->parts, p->w->positions, p->w->path};
-        go(p, TBG_K_attend_chunk, l->n_heads, m, q.chunks, &q, chunk);
+        tbg_go(p, TBG_K_attend_chunk, l->n_heads, m, q.chunks, &q, chunk);
         tbg_buffer *const join[TBG_BUFFERS] = {p->w->parts, p->w->a, p->w->positions};
-        go(p, TBG_K_attend_join, l->n_heads, m, 1, &q, join);
+        tbg_go(p, TBG_K_attend_join, l->n_heads, m, 1, &q, join);
     }
 }
 
-static void run_layer(pass *p, int i)
+void tbg_run_layer(pass *p, int i)
 {
     const tb_layer *l = &p->m->layers[i];
     const tbg_layer *at = &p->gm->layers[i];
@@ -453,7 +453,13 @@ static void run_layer(pass *p, int i)
 
 /* --- the head --- */
 
-static int head_product(pass *p, int t, int m)
+void tbg_last_norm(pass *p)
+{
+    const int last = p->m->d.n_layers - 1;
+    step_norm(p, true, p->gm->layers[last].norms[TBG_POST_FFN], p->m->layers[last].output_scale, p->gm->final_norm);
+}
+
+int tbg_head_product(pass *p, int t, int m)
 {
     const tb_model_desc *d = &p->m->d;
     run_linear(p, &(linear){.layer = d->n_layers, .first = 0, .count = 1, .place = AT_HEAD, .m = m, .cols = d->hidden, .at = t * d->hidden,
@@ -461,32 +467,9 @@ static int head_product(pass *p, int t, int m)
     if (d->final_softcap > 0) {
         const tbg_params q = {.m = m, .n = d->vocab, .softcap = d->final_softcap};
         tbg_buffer *const b[TBG_BUFFERS] = {p->w->logits};
-        go(p, TBG_K_cap_logits, (d->vocab + 63) / 64, m, 1, &q, b);
+        tbg_go(p, TBG_K_cap_logits, (d->vocab + 63) / 64, m, 1, &q, b);
     }
     return p->code;
-}
-
-/* What the sampler could draw for each of m tokens: the best of every span of logits, with the noise and without. */
-static void candidates(pass *p, int t, int m, float *logits)
-{
-    const int vocab = p->m->d.vocab, spans = (vocab + TBG_SPAN - 1) / TBG_SPAN, n = spans * TBG_BEST;
-    const tb_sampling *sampling = p->s->sampling;
-    int32_t *found = p->w->found->host;
-    tbg_params q = {.m = m, .n = vocab, .token = t, .seed0 = (uint32_t)sampling->seed, .seed1 = (uint32_t)(sampling->seed >> 32)};
-    for (int i = 0; i < m; i++)
-        for (int k = 0; k < vocab; k++)
-            logits[(size_t)i * (size_t)vocab + (size_t)k] = -INFINITY;
-    for (int noisy = 0; noisy <= (sampling->temperature > 0); noisy++) {
-        q.temperature = noisy ? sampling->temperature : 0;
-        tbg_buffer *const b[TBG_BUFFERS] = {p->w->logits, p->w->best, p->w->positions};
-        go(p, TBG_K_top_logits, spans, m, 1, &q, b);
-        read_from(p, p->w->best, 0, found, (size_t)(m * n) * 2 * sizeof *found);
-        mark(p, p->queue, TBG_OTHER);
-        wait_for(p, TBG_OTHER);
-        for (int i = 0; i < m * n && !p->code; i++)
-            if (found[2 * i] >= 0 && found[2 * i] < vocab)
-                memcpy(&logits[(size_t)(i / n) * (size_t)vocab + (size_t)found[2 * i]], &found[2 * i + 1], sizeof(float));
-    }
 }
 
 static void run_head(pass *p, int32_t which, float *logits)
@@ -497,15 +480,16 @@ static void run_head(pass *p, int32_t which, float *logits)
     for (int t = t0; t < p->n && !p->code; t += TBG_HEAD_TOKENS) {
         const int m = min_int(TBG_HEAD_TOKENS, p->n - t);
         float *to = logits + (size_t)(t - t0) * vocab;
-        if (head_product(p, t, m))
+        if (tbg_head_product(p, t, m))
             return;
-        if (sparse) {
-            candidates(p, t, m, to);
-            continue;
-        }
-        read_from(p, p->w->logits, 0, to, (size_t)m * vocab * sizeof *to);
-        mark(p, p->queue, TBG_OTHER);
-        wait_for(p, TBG_OTHER);
+        if (sparse)
+            tbg_seek(p, t, m);
+        else
+            tbg_read_from(p, p->w->logits, 0, to, (size_t)m * vocab * sizeof *to);
+        tbg_mark(p, p->queue, TBG_OTHER);
+        tbg_wait_for(p, TBG_OTHER);
+        if (sparse)
+            tbg_gather(p, m, to);
     }
 }
 
@@ -538,47 +522,47 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     tbg_session *h = s->gpu;
     const tb_model *m = s->m;
     const tbg_model *gm = m->gpu;
-    pass p = {.s = s, .h = h, .m = m, .gm = gm, .g = gm->g, .op = op, .n = n, .position = position, .tree = tree, .queue = TBG_COMPUTE, .w = &h->work};
-    h->phase = op == TB_DRAFT ? TB_BUS_DRAFT : which == TB_LOGITS_ALL && !logits ? TB_BUS_VERIFY : TB_BUS_PREFILL;
+    pass p = {.s = s, .h = h, .m = m, .gm = gm, .g = gm->g, .op = op, .n = n, .position = position, .tree = tree, .queue = TBG_COMPUTE, .w = &h->work,
+              .phase = op == TB_DRAFT ? TB_BUS_DRAFT : which == TB_LOGITS_ALL && !logits ? TB_BUS_VERIFY : TB_BUS_PREFILL};
+    overlap aside;
     tbg_lock(p.g);
+    const double began = tb_clock();
     p.stream = op == TB_VERIFY && tbg_stream_pays(s, n);
     if (p.stream)
         p.code = tbg_reserve_stages(s);
-    start(&p, tokens);
+    if (p.phase == TB_BUS_VERIFY && s->overlap && !p.stream && !p.code && !tbg_reserve_aside(s))
+        tbg_overlap_begin(&aside, &p, s->overlap);
+    tbg_start(&p, tokens);
     if (p.stream)
         bring_next(&p, 0, -1);
     for (int i = 0; i < m->d.n_layers && !p.code; i++) {
         if (atomic_load_explicit(&s->abort, memory_order_relaxed))
             p.code = TB_EABORT;
         else
-            run_layer(&p, i);
+            tbg_run_layer(&p, i);
     }
     if (which != TB_LOGITS_NONE) {
-        const int last = m->d.n_layers - 1;
-        step_norm(&p, true, gm->layers[last].norms[TBG_POST_FFN], m->layers[last].output_scale, gm->final_norm);
+        tbg_last_norm(&p);
         run_head(&p, which, logits ? logits : s->s.logits);
     }
     if (p.cpu_s > 0 && n >= 16)
         h->cpu_token_s = h->cpu_token_s > 0 ? 0.7 * h->cpu_token_s + 0.3 * p.cpu_s / n : p.cpu_s / n;
     const int code = finish(&p, err, err_n);
+    if (!code && p.overlap)
+        tbg_overlap_end(&aside);
+    if (!code && op == TB_DRAFT && n == 1)
+        h->draft_layer_s = (tb_clock() - began) / (m->d.n_layers + 1);
     tbg_unlock(p.g);
     return code;
 }
 
 void tbg_compact(tb_session *s, int32_t position, const int32_t *slots, int32_t n)
 {
-    tbg_session *h = s->gpu;
     tb_gpu *g = s->m->gpu->g;
-    pass p = {.s = s, .h = h, .m = s->m, .gm = s->m->gpu, .g = g, .queue = TBG_COMPUTE, .w = &h->work};
+    pass p = {.s = s, .h = s->gpu, .m = s->m, .gm = s->m->gpu, .g = g, .queue = TBG_COMPUTE, .phase = TB_BUS_VERIFY, .w = &s->gpu->work};
     tbg_lock(g);
-    memcpy(h->work.meta->host, slots, (size_t)n * sizeof *slots);
-    write_to(&p, h->work.ids, h->work.meta->host, (size_t)n * sizeof *slots);
-    for (int i = 0; i < s->m->d.n_layers; i++) {
-        const tb_layer *l = &s->m->layers[i];
-        const tbg_params q = {.n = n, .position = position, .ring = s->caches[i].ring, .head_dim = l->head_dim};
-        tbg_buffer *const b[TBG_BUFFERS] = {h->work.ids, NULL, NULL, h->keys[i], h->values[i]};
-        go(&p, TBG_K_move_slots, l->n_kv_heads, 1, 1, &q, b);
-    }
+    memcpy(p.w->meta->host, slots, (size_t)n * sizeof *slots);
+    tbg_move(&p, position, p.w->meta->host, n);
     (void)g->driver->finish(g, TBG_COMPUTE);    /* a failure stays with the device: the next pass reports it */
     tbg_unlock(g);
 }

@@ -26,12 +26,12 @@ static size_t act_bytes(int kind, size_t m, size_t cols)
     return m * (quads * (kind == TB_ACT8 ? 64 : 128) + quads * 16 + groups * 4);
 }
 
-/* Of the keys, or the values, of a layer. Behind the context there is room for a block. */
+/* Of the keys, or the values, of a layer. Behind the context there is room for a block, and for one that is drafted meanwhile. */
 static size_t cache_bytes(const tb_model *m, int layer, int max_context, int pass_tokens, int *ring)
 {
     const tb_layer *l = &m->layers[layer];
-    const int limit = round8(max_context) + TB_MAX_DRAFT + 1;
-    const int slots = l->window ? round8(min_int(limit, l->window + pass_tokens + TB_MAX_DRAFT + 1)) : limit;
+    const int aside = TB_ASIDE + TB_MAX_DRAFT + 1, limit = round8(max_context) + aside;
+    const int slots = l->window ? round8(min_int(limit, l->window + pass_tokens + aside)) : limit;
     if (ring)
         *ring = slots;
     return (size_t)slots * (size_t)l->head_dim * (size_t)l->n_kv_heads * sizeof(uint16_t);
@@ -56,7 +56,7 @@ int tbg_session_new(tb_session *s, char *err, size_t n)
     for (size_t i = 0; i < layers && whole; i++) {
         tb_cache *c = &s->caches[i];
         const size_t bytes = cache_bytes(m, (int)i, s->max_context, m->gpu->pass_tokens, &c->ring);
-        c->windowed = m->layers[i].window && c->ring < round8(s->max_context) + TB_MAX_DRAFT + 1;
+        c->windowed = m->layers[i].window && c->ring < round8(s->max_context) + TB_ASIDE + TB_MAX_DRAFT + 1;
         h->keys[i] = tbg_new_buffer(g, bytes, TBG_DEVICE);
         h->values[i] = h->keys[i] ? tbg_new_buffer(g, bytes, TBG_DEVICE) : NULL;
         whole = h->values[i] != NULL;
@@ -70,7 +70,7 @@ int tbg_session_new(tb_session *s, char *err, size_t n)
 static void free_work(tb_gpu *g, tbg_work *w)
 {
     tbg_buffer **const all[] = {&w->x, &w->a, &w->y, &w->acts[0], &w->acts[1], &w->acts[2], &w->ids, &w->positions, &w->slots, &w->path, &w->angles,
-                                &w->flag, &w->parts, &w->logits, &w->best, &w->meta, &w->found};
+                                &w->flag, &w->parts, &w->logits, &w->best, &w->ranked, &w->meta, &w->found};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         tbg_free_buffer(g, *all[i]);
     memset(w, 0, sizeof *w);
@@ -92,6 +92,7 @@ void tbg_session_free(tb_session *s)
             tbg_free_buffer(g, h->values[i]);
     }
     free_work(g, &h->work);
+    free_work(g, &h->aside);
     tbg_buffer *const all[] = {h->yr, h->logits_r, h->in, h->out, h->stage[0], h->stage[1], h->pinned[0], h->pinned[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         tbg_free_buffer(g, all[i]);
@@ -110,7 +111,7 @@ size_t tbg_session_bytes(const tb_session *s)
     size_t bytes = 0;
     if (!h)
         return 0;
-    const tbg_buffer *const pinned[] = {h->in, h->out, h->pinned[0], h->pinned[1], h->work.meta, h->work.found};
+    const tbg_buffer *const pinned[] = {h->in, h->out, h->pinned[0], h->pinned[1], h->work.meta, h->work.found, h->aside.meta, h->aside.found};
     for (size_t i = 0; i < sizeof pinned / sizeof *pinned; i++)
         bytes += pinned[i] ? pinned[i]->bytes : 0;
     return bytes + h->acts_bytes[0] + h->acts_bytes[1] + h->acts_bytes[2];
@@ -124,12 +125,12 @@ typedef struct item {
     int place;
 } item;
 
-enum { ITEMS = 17 };
+enum { ITEMS = 18 };
 
 static void list_work(const tb_model *m, int max_context, int tokens, tbg_work *w, item items[ITEMS])
 {
     const size_t t = (size_t)tokens, f = sizeof(float), hidden = (size_t)m->d.hidden, vocab = (size_t)m->d.vocab, cols = (size_t)m->cols_max;
-    const size_t spans = (vocab + TBG_SPAN - 1) / TBG_SPAN, found = TBG_HEAD_TOKENS * spans * TBG_BEST * 2 * sizeof(int32_t);
+    const size_t heads = (size_t)min_int(tokens, TBG_HEAD_TOKENS), spans = (vocab + TBG_SPAN - 1) / TBG_SPAN, found = heads * spans * TBG_FOUND * 8;
     const size_t angles = t * 2 * (size_t)m->rope_half * f, path = TBG_AHEAD * TBG_AHEAD * 4;
     size_t parts = (size_t)4 << 20;
     for (int i = 0; i < m->d.n_layers; i++) {
@@ -141,8 +142,8 @@ static void list_work(const tb_model *m, int max_context, int tokens, tbg_work *
         {&w->acts[0], act_bytes(0, t, cols), TBG_DEVICE}, {&w->acts[1], act_bytes(1, t, cols), TBG_DEVICE}, {&w->acts[2], act_bytes(2, t, cols), TBG_DEVICE},
         {&w->ids, t * 4, TBG_DEVICE}, {&w->positions, t * 4, TBG_DEVICE}, {&w->slots, t * 4, TBG_DEVICE}, {&w->path, path, TBG_DEVICE},
         {&w->angles, angles, TBG_DEVICE}, {&w->flag, 4, TBG_DEVICE}, {&w->parts, parts, TBG_DEVICE},
-        {&w->logits, TBG_HEAD_TOKENS * vocab * f, TBG_DEVICE}, {&w->best, found, TBG_DEVICE},
-        {&w->meta, t * 12 + path + angles, TBG_STAGING}, {&w->found, found, TBG_STAGING}};
+        {&w->logits, heads * vocab * f, TBG_DEVICE}, {&w->best, found, TBG_DEVICE}, {&w->ranked, heads * TBG_BEST * 8, TBG_DEVICE},
+        {&w->meta, t * 12 + path + angles, TBG_STAGING}, {&w->found, 2 * found, TBG_STAGING}};
     memcpy(items, all, sizeof all);
 }
 
@@ -166,8 +167,11 @@ size_t tb_model_session_bytes(const tb_model *m, int32_t max_context, int32_t pa
     size_t bytes = 0, stage = 0;
     const int tokens = pass_tokens < TB_MAX_DRAFT + 1 ? TB_MAX_DRAFT + 1 : pass_tokens;
     list_work(m, max_context, tokens, &w, items);
-    for (int i = 0; i < ITEMS; i++)
-        bytes += items[i].place == TBG_DEVICE ? items[i].bytes + 256 : 0;
+    for (int aside = 0; aside < 2; aside++) {
+        for (int i = 0; i < ITEMS; i++)
+            bytes += items[i].place == TBG_DEVICE ? items[i].bytes + 256 : 0;
+        list_work(m, max_context, TB_LEVEL, &w, items);
+    }
     for (int i = 0; i < m->d.n_layers; i++) {
         bytes += 2 * cache_bytes(m, i, max_context, pass_tokens, NULL) + 512;
         for (int part = 0; part < TBG_PARTS; part++) {
@@ -193,6 +197,16 @@ int tbg_session_reserve(tb_session *s, int32_t tokens, char *err, size_t n)
         free_work(g, &h->work);
     tbg_unlock(g);
     return tbg_report(g, code, err, n);
+}
+
+/* Room for the draft that goes on in a verification; the device is locked. */
+int tbg_reserve_aside(tb_session *s)
+{
+    tbg_session *h = s->gpu;
+    const int code = h->aside.tokens ? TB_OK : allocate_work(s, &h->aside, TB_LEVEL);
+    if (code)
+        free_work(s->m->gpu->g, &h->aside);
+    return code;
 }
 
 int tbg_reserve_acts(tb_session *s, int m)

@@ -3,7 +3,7 @@
 #define TBG_HYBRID_SESSION_H
 #include "hybrid.h"
 
-enum { TBG_INPUT = 0, TBG_OTHER = 1, TBG_STAGED = 2, TBG_USED = 4 };     /* events; the last two: one for each slot */
+enum { TBG_INPUT = 0, TBG_OTHER = 1, TBG_STAGED = 2, TBG_USED = 4, TBG_ASIDE = 6, TBG_FOUND_ASIDE = 7 };  /* events; STAGED, USED: one for each slot */
 
 /* Buffers of a pass over up to `tokens` tokens. */
 typedef struct tbg_work {
@@ -11,23 +11,25 @@ typedef struct tbg_work {
     tbg_buffer *x, *a, *y;              /* [tokens, hidden], widest input, results of the widest linear group */
     tbg_buffer *acts[TBG_KINDS];
     tbg_buffer *ids, *positions, *slots, *path, *angles, *flag, *parts;
-    tbg_buffer *logits, *best;          /* of TBG_HEAD_TOKENS tokens */
+    tbg_buffer *logits, *best, *ranked; /* of TBG_HEAD_TOKENS tokens at most */
     tbg_buffer *meta, *found;           /* pinned: what start() writes; candidates as they come back */
 } tbg_work;
 
 struct tbg_session {
     tbg_buffer **keys, **values;        /* by layer: [kv head][slot][head_dim], fp16 */
-    tbg_work work;
+    tbg_work work, aside;               /* aside: of the draft that goes on in a verification */
     tbg_buffer *yr, *logits_r;          /* the CPU's results */
     tbg_buffer *in, *out;               /* pinned: inputs for the CPU, its results */
     tbg_buffer *stage[2], *pinned[2];   /* residual planes on their way */
     void *acts_host[3];
     size_t acts_bytes[3];
-    int phase, stream_from;
+    int stream_from;
     double cpu_token_s;                 /* the CPU's time for the residual of one token of many */
+    double group_s[5], draft_layer_s;   /* the CPU's for that of a linear group in the last verification; the device's for a draft's layer */
     tb_bus bus;
 };
 
+int tbg_reserve_aside(tb_session *s);
 int tbg_reserve_acts(tb_session *s, int m);
 /* Pinned memory for so many floats of inputs and of results, and room for the results on the device. */
 int tbg_reserve_staging(tb_session *s, size_t in, size_t out);

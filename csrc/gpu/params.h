@@ -32,7 +32,8 @@ enum { TBG_FINISH = 1, TBG_ADD = 2, TBG_GATED = 4, TBG_HAS_H = 8, TBG_TREE = 16,
 /* Activations: bytes of a column, by kind (int8; two bytes for the others). */
 enum { TBG_KINDS = 3 };
 
-enum { TBG_CHUNK = 512, TBG_SPAN = 1024, TBG_BEST = 4, TBG_HEAD_MAX = 512, TBG_AHEAD = 65 };
+/* FOUND: what top_logits finds in a span, in pairs of ints: the best, then the sum of exponentials. */
+enum { TBG_CHUNK = 512, TBG_SPAN = 1024, TBG_BEST = 4, TBG_FOUND = 5, TBG_HEAD_MAX = 512, TBG_AHEAD = 65 };
 
 /* cdef-end */
 
@@ -44,6 +45,6 @@ enum { TBG_CHUNK = 512, TBG_SPAN = 1024, TBG_BEST = 4, TBG_HEAD_MAX = 512, TBG_A
     X(residual4_t1, 64) X(residual4_t8, 64) X(residual6_t1, 64) X(residual6_t8, 64) X(residual8_t1, 64) X(residual8_t8, 64)
 #define TBG_OTHER_KERNELS(X) \
     X(embed, 64) X(norm_step, 256) X(round_acts, 64) X(sum_parts, 64) X(place_heads, 64) X(attend_chunk, 128) X(attend_join, 64) \
-    X(move_slots, 64) X(cap_logits, 64) X(top_logits, 128)
+    X(move_slots, 64) X(cap_logits, 64) X(top_logits, 128) X(rank_tokens, 64)
 #define TBG_KERNELS(X) TBG_PRODUCT_KERNELS(X) TBG_OTHER_KERNELS(X)
 #endif

@@ -187,7 +187,7 @@ def _measured(architecture: Architecture, tensors: Tensors) -> tuple[Any, Any, f
             return float(np.interp(m, [k for k, _ in known], [s for _, s in known]))
         return known[-1][1] + (m - known[-1][0]) * per_token
 
-    return cpu, (found.draft_s, verify_s), found.read_gb_s, found.gmac_s
+    return cpu, predict.Passes(found.draft_s, verify_s), found.read_gb_s, found.gmac_s
 
 
 def _ram() -> int | None:
@@ -248,6 +248,8 @@ def _show(found: Any, architecture: Architecture) -> None:
             f"step where {data['assumptions']['acceptance']:.0%} are accepted",
         )
     )
+    if draft["overlapped_passes"]:
+        rows.append(("", f"{draft['overlapped_passes']:.0f} more passes draft while the CPU verifies"))
     if llama["tokens_per_s"]:
         where = "all in VRAM" if llama["fits_vram"] else "what fits in VRAM" if hardware["vram"] else "on the CPU"
         rows.append(

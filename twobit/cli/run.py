@@ -255,6 +255,9 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
         for kind, (drafted, accepted) in done.by_kind.items()
         if drafted
     ]
+    if done.overlapped[0]:
+        passes, early, good = done.overlapped
+        rows.append(("  meanwhile", f"{passes} passes drafted during verifications: {early} proposed, {good} accepted"))
     if done.drafted:
         rows.append(("  by depth", _shares(done.accepted_by_depth, done.drafted_by_depth)))
     belief = done.belief

@@ -18,8 +18,8 @@ from twobit.format.manifest import DRAFT, TensorEntry
 
 CHUNK = 512  # tokens that a pass takes at most, as TB_CHUNK_MAX
 MAX_DRAFT = 63  # proposed tokens of a step, as TB_MAX_DRAFT
-SLACK = CHUNK + MAX_DRAFT + 1  # slots that a ring has beside its window, as TB_RING_SLACK
 AHEAD = 2 * (MAX_DRAFT + 1)  # scratch slots: a block that is verified, and the one drafted behind it meanwhile
+SLACK = CHUNK + AHEAD  # slots that a ring has beside its window
 MARGIN = 256 << 20  # bytes of VRAM that stay free: allocations round up, and a desktop wants some now and then
 
 

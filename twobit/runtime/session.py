@@ -29,6 +29,7 @@ class Use(IntFlag):
     RECYCLED = int(lib.TB_USE_RECYCLED)  # what the full model found likely after the same token before
     TREE = int(lib.TB_USE_TREE)  # several continuations at once
     SHORT_HEAD = int(lib.TB_USE_SHORT_HEAD)  # the draft computes the logits of a part of the vocabulary
+    OVERLAP = int(lib.TB_USE_OVERLAP)  # hybrid: the draft goes on while the CPU verifies
     ALL = int(lib.TB_USE_ALL)
 
 
@@ -55,9 +56,10 @@ class StepResult:
     """Tokens emitted in order (1 or more), what was proposed for them, and where the time went.
 
     drafted: tokens proposed and verified; accepted: those of them emitted; depth: the longest path proposed. By kind of
-    proposal, as in KINDS. draft_passes over draft_tokens tokens. bytes: of weights read. logprobs: per emitted token
-    its natural log probability under the model alone, before bias, penalties and temperature; top_logprobs: the
-    likeliest tokens with theirs; both empty unless asked for.
+    proposal, as in KINDS. draft_passes over draft_tokens tokens; overlapped_passes ran while the step verified; early:
+    how many of `drafted` came from such passes of the step before, early_accepted: of `accepted`. bytes: of weights
+    read. logprobs: per emitted token its natural log probability under the model alone, before bias, penalties and
+    temperature; top_logprobs: the likeliest tokens with theirs; both empty unless asked for.
     """
 
     tokens: list[int]
@@ -72,6 +74,9 @@ class StepResult:
     accepted_by_kind: list[int]
     draft_passes: int
     draft_tokens: int
+    overlapped_passes: int
+    early: int
+    early_accepted: int
     bytes: float
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
@@ -88,6 +93,7 @@ class Belief:
     spent: float
     draft: dict[int, float]
     verify: dict[int, float]
+    overlap: float
     accept: dict[str, list[tuple[float, float]]]
     head_rows: int
 
@@ -185,6 +191,9 @@ class Session:
             accepted_by_kind=list(r.accepted_by_kind),
             draft_passes=r.draft_passes,
             draft_tokens=r.draft_tokens,
+            overlapped_passes=r.overlapped_passes,
+            early=r.early,
+            early_accepted=r.early_accepted,
             bytes=r.bytes,
             logprobs=[] if options.logprobs is None else list(r.logprob[0:n]),
             top_logprobs=[[p for p in pairs[i * top : i * top + top] if p[0] >= 0] for i in range(n if top else 0)],
@@ -215,6 +224,7 @@ class Session:
             spent=view.spent,
             draft={m: cost for m, cost in enumerate(view.draft) if cost > 0},
             verify={m: cost for m, cost in enumerate(view.verify) if cost > 0},
+            overlap=view.overlap,
             accept={kind: list(zip(view.accept[k], view.seen[k], strict=True)) for k, kind in enumerate(KINDS)},
             head_rows=view.head_rows,
         )
