@@ -42,8 +42,8 @@ def hybrid(
     variant: str, kind: str = "plain", layers: int = 0, pass_tokens: int = 256, recipe: Recipe | None = None
 ) -> Model:
     """The model with the residual of so many layers on the device."""
-    model = Model.open(packed_model(variant, recipe))
     on = device(kind)
+    model = Model.open(packed_model(variant, recipe))
     call(lib.tb_model_place, model.c_model, on.c_gpu, layers, pass_tokens)
     model.placed = devices.Placed(on, layers, False, on.used, pass_tokens)
     return model
