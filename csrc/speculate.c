@@ -376,7 +376,7 @@ static int32_t short_head(const tb_step_options *o, int32_t vocab)
  * roughly that of frequency; what a text has used it will use again. */
 static int prepare_head(tb_session *s, const tb_step_options *o, int32_t n)
 {
-    int32_t vocab = s->m->d.vocab, blocks = (vocab + 15) / 16, rows = s->gpu ? 0 : short_head(o, vocab);
+    int32_t vocab = s->m->d.vocab, blocks = (vocab + 15) / 16, rows = short_head(o, vocab);
     size_t logits = TB_LEVEL * (size_t)vocab;
     tb_rows *h = &s->head;
     if (!s->draft_logits && !(s->draft_logits = tb_alloc(logits * sizeof *s->draft_logits)))
@@ -559,6 +559,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     double t0 = tb_clock();
     if (!code)
         code = tb_forward(s, o->draft_only ? TB_DRAFT : TB_VERIFY, tokens, m, n - 1, chain ? NULL : &p.tree, TB_LOGITS_ALL, NULL, err, err_n);
+    s->overlap = NULL;
     if (code)
         return code;
     r->verify_s = tb_clock() - t0;

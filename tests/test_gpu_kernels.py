@@ -15,7 +15,7 @@ from twobit.runtime.device import Device
 from twobit.runtime.lib import ffi, lib
 
 F32, F64 = np.float32, np.float64
-ADD, FINISH, GATED, HAS_H, TREE, KEYS, V_NORM, TIED, FULL = 2, 1, 4, 8, 16, 32, 64, 128, 256
+ADD, FINISH, GATED, HAS_H, TREE, KEYS, V_NORM, TIED, FULL, LISTED = 2, 1, 4, 8, 16, 32, 64, 128, 256, 512
 AHEAD, CHUNK, SPAN, BEST, FOUND = 65, 512, 1024, 4, 5
 
 
@@ -155,6 +155,25 @@ def test_results_do_not_depend_on_the_number_of_tokens(on: Device) -> None:
             part = multiply(on, 2, 6, 32, m, rest=rest, act=act, many=m > 1)
             for of_all, of_some in zip(np.split(whole, [9 * 19]), np.split(part, [m * 19]), strict=True):
                 assert of_some.tobytes() == of_all[: len(of_some)].tobytes()
+
+
+def test_a_product_of_some_rows(on: Device) -> None:
+    """Listed blocks of 16 rows, in any order: the same bits as of all, and nothing elsewhere."""
+    _, x, (draft, _, table) = problem(2, 6, 16)
+    whole = multiply(on, 2, 6, 16, 3, rest=False, act=8, many=True)
+    buffers = {
+        0: draft,
+        1: table,
+        2: gpu.pack_acts(*gpu.rounded(x[:3], 0), 0),
+        3: np.full(3 * 51, 9, F32),
+        4: draft,
+        5: np.arange(40, dtype=F32),
+        6: np.array([3, 0], np.int32),
+    }
+    y = run(on, "draft2_a8_t8", (1, 2), buffers, m=3, first=0, count=2, flags=LISTED)[3]
+    rows = np.concatenate([np.tile(np.arange(19) < 16, 3), np.tile(np.arange(32) >= 16, 3)])
+    assert y[rows].tobytes() == whole[rows].tobytes()
+    assert (y[~rows] == 9).all()
 
 
 def test_parts_are_summed(on: Device) -> None:
@@ -325,7 +344,10 @@ def test_slots_move_in_order(on: Device) -> None:
 
 def test_softcap_of_logits(on: Device) -> None:
     x = (20 * np.random.default_rng(6).standard_normal((2, 100))).astype(F32)
+    x[1, 50] = -np.inf  # a row that was not computed
     found = run(on, "cap_logits", (2, 2), {0: x}, m=2, n=100, softcap=7.0)[0]
+    assert found[1, 50] == -np.inf
+    x[1, 50] = found[1, 50] = 0
     close(found, 7 * np.tanh(x.astype(F64) / 7))
     same("cap", on, found)
 

@@ -242,6 +242,30 @@ def test_what_was_drafted_meanwhile_is_dropped_where_the_text_turns() -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_short_head_drafts_from_its_rows_alone() -> None:
+    """The vocabulary's first 48 tokens and those of the text: others are never drafted; the text is the same."""
+    prompt = ids(12, 3)
+    for variant, sampling in (("llama", NOISY), ("gemma2", GREEDY), ("llama", SAMPLED)):  # gemma2: logits with a cap
+        plain, _ = steps(hybrid(variant, recipe=CLOSE), sampling, StepOptions(draft_max=0), 32)
+        for use in (Use.ALL, ALONE, Use.ALL & ~Use.SHORT_HEAD):
+            model, history, drafted = hybrid(variant, recipe=CLOSE), list(prompt), 0
+            session = Session(model, 256, 1)
+            session.sync(history[:-1])
+            while len(history) < 44:
+                step = session.step(
+                    history, sampling, StepOptions(draft_max=4, draft_fixed=True, draft_vocab=48, use=use)
+                )
+                if Use.SHORT_HEAD in use:
+                    assert 48 <= session.belief.head_rows < VOCAB
+                    known = {t // 16 for t in history} | {0, 1, 2}
+                    assert all(t // 16 in known for t in step.tokens[: step.accepted])
+                else:
+                    assert session.belief.head_rows == VOCAB
+                history += step.tokens
+                drafted += step.drafted
+            assert history[:44] == plain and drafted > 0
+
+
 @pytest.mark.parametrize("variant", ["mistral", "gemma4_text"])
 def test_a_ring_that_has_turned(variant: str) -> None:
     """Windows of 8 positions in rings of 152 slots, a text of 400 tokens: against the CPU, and with drafts."""

@@ -240,11 +240,18 @@ def cpu_passes(shape: Shape, cpu: Cpu) -> Passes:
     return Passes(draft_s, lambda m: rest + cpu.seconds(everything + shape.read_cache, shape.matrix_weights, m))
 
 
+def _short_head(vocab: int) -> float:
+    """The share of the vocabulary's rows that a draft computes; the text's own tokens, a few more, are not counted."""
+    rows = max(vocab // 6, 8192)
+    return rows / vocab if rows <= vocab // 2 else 1.0
+
+
 def hybrid_passes(shape: Shape, placed: Placement, cpu: Cpu, hardware: Hardware) -> Passes:
     """Of a run whose 2-bit part is in VRAM."""
     gpu, bus = SHARE_GPU * hardware.vram_gbs * 1e9, hardware.bus_gbs * 1e9
     sizes, layers = shape.sizes, len(shape.weights)
-    draft_s = (shape.draft_bytes + shape.read_cache) / gpu + LAYER_S * layers
+    head = sizes.head_draft * _short_head(shape.architecture.vocab)
+    draft_s = (sum(sizes.draft) + head + shape.read_cache) / gpu + LAYER_S * layers
     split = layers - placed.residual_layers
 
     def both_s(m: int) -> list[tuple[float, float]]:

@@ -256,8 +256,11 @@ static void multiply(pass *p, const linear *l, bool rest, tbg_buffer *planes, in
             count--;
         const int kernel = rest ? (bits == 4 ? TBG_K_residual4_t1 : bits == 6 ? TBG_K_residual6_t1 : TBG_K_residual8_t1) + many
                                 : TBG_K_draft2_a8_t1 + 4 * (bits - 2) + 2 * (kind != TB_ACT8) + many;
-        const tbg_params q = {.m = l->m, .first = l->layer * TBG_PARTS + l->first + i, .count = count, .flags = flags, .a = shift};
-        tbg_buffer *const b[TBG_BUFFERS] = {planes, p->gm->table, p->w->acts[kind], l->y, place->draft, p->gm->weights};
+        const tbg_params q = {.m = l->m, .first = l->layer * TBG_PARTS + l->first + i, .count = count, .a = shift,
+                              .flags = flags | (p->listed ? TBG_LISTED : 0)};
+        tbg_buffer *const b[TBG_BUFFERS] = {planes, p->gm->table, p->w->acts[kind], l->y, place->draft, p->gm->weights, p->listed ? p->h->blocks : NULL};
+        if (p->listed)
+            blocks = p->h->n_blocks;
         if (w->rows)
             tbg_go(p, kernel, many ? (l->m + 7) / 8 : 1, blocks, 1, &q, b);
     }
@@ -459,14 +462,16 @@ void tbg_last_norm(pass *p)
     step_norm(p, true, p->gm->layers[last].norms[TBG_POST_FFN], p->m->layers[last].output_scale, p->gm->final_norm);
 }
 
+tbg_buffer *tbg_logits(const pass *p) { return p->listed ? p->h->some_logits : p->w->logits; }
+
 int tbg_head_product(pass *p, int t, int m)
 {
     const tb_model_desc *d = &p->m->d;
     run_linear(p, &(linear){.layer = d->n_layers, .first = 0, .count = 1, .place = AT_HEAD, .m = m, .cols = d->hidden, .at = t * d->hidden,
-                            .input = p->w->a, .y = p->w->logits});
+                            .input = p->w->a, .y = tbg_logits(p)});
     if (d->final_softcap > 0) {
         const tbg_params q = {.m = m, .n = d->vocab, .softcap = d->final_softcap};
-        tbg_buffer *const b[TBG_BUFFERS] = {p->w->logits};
+        tbg_buffer *const b[TBG_BUFFERS] = {tbg_logits(p)};
         tbg_go(p, TBG_K_cap_logits, (d->vocab + 63) / 64, m, 1, &q, b);
     }
     return p->code;
@@ -477,6 +482,7 @@ static void run_head(pass *p, int32_t which, float *logits)
     const size_t vocab = (size_t)p->m->d.vocab;
     const bool sparse = logits == p->s->draft_logits && p->s->sampling;
     const int t0 = which == TB_LOGITS_LAST ? p->n - 1 : 0;
+    p->listed = sparse && tbg_short_head(p);
     for (int t = t0; t < p->n && !p->code; t += TBG_HEAD_TOKENS) {
         const int m = min_int(TBG_HEAD_TOKENS, p->n - t);
         float *to = logits + (size_t)(t - t0) * vocab;

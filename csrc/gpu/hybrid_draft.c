@@ -13,6 +13,11 @@ static bool unfiltered(const tb_sampling *o, int vocab)
     return !o->n_bias && !penalties && (o->temperature == 0 || ((o->top_k == 0 || o->top_k >= vocab) && o->top_p == 1 && o->min_p == 0));
 }
 
+bool tbg_short_head(pass *p)
+{
+    return p->s->head.n_runs && !p->code && tbg_list_head(p->s) == TB_OK;     /* without it all rows are computed */
+}
+
 static int found_size(const pass *p) { return (p->m->d.vocab + TBG_SPAN - 1) / TBG_SPAN * TBG_FOUND; }
 
 void tbg_seek(pass *p, int t, int m)
@@ -24,7 +29,7 @@ void tbg_seek(pass *p, int t, int m)
     tbg_params q = {.m = m, .n = vocab, .token = t, .seed0 = (uint32_t)o->seed, .seed1 = (uint32_t)(o->seed >> 32), .count = p->s->ranked.want};
     for (int noisy = ranked && o->temperature > 0; noisy <= (o->temperature > 0); noisy++) {
         q.temperature = noisy ? o->temperature : 0;
-        tbg_buffer *const b[TBG_BUFFERS] = {p->w->logits, p->w->best, p->w->positions};
+        tbg_buffer *const b[TBG_BUFFERS] = {tbg_logits(p), p->w->best, p->w->positions};
         tbg_go(p, TBG_K_top_logits, spans, m, 1, &q, b);
         if (!ranked)
             tbg_read_from(p, p->w->best, 0, found + noisy * 2 * n, (size_t)n * 2 * sizeof *found);
@@ -120,8 +125,10 @@ void tbg_overlap_go_on(pass *v, int place)
         if (o->layer < layers)
             continue;
         tbg_last_norm(&o->p);
+        o->p.listed = tbg_short_head(&o->p);
         if (!tbg_head_product(&o->p, 0, o->p.n))
             tbg_seek(&o->p, 0, o->p.n);
+        o->p.listed = false;
         tbg_mark(&o->p, o->p.queue, TBG_FOUND_ASIDE);
         break;
     }

@@ -14,6 +14,7 @@ typedef struct pass {
     const tb_tree *tree;
     struct overlap *overlap;        /* a draft that goes on meanwhile; NULL: none */
     bool stream;
+    bool listed;                    /* the head: only the rows of the short one */
     int staged;                     /* the slot that holds, or gets, the planes of the next linear group */
     double cpu_s;
     tbg_work *w;
@@ -37,11 +38,14 @@ void tbg_wait_for(pass *p, int event);
 void tbg_start(pass *p, const int32_t *tokens);
 void tbg_run_layer(pass *p, int i);
 void tbg_last_norm(pass *p);
-/* The head's product for m tokens from t on. */
+/* The head's product for m tokens from t on, to tbg_logits(p). */
 int tbg_head_product(pass *p, int t, int m);
+tbg_buffer *tbg_logits(const pass *p);
 /* Keys and values in the slots of position + slots[d] to position + d, d < n, in order; `slots` is pinned. */
 void tbg_move(pass *p, int position, const int32_t *slots, int n);
 
+/* Whether the draft computes a part of the vocabulary only, which is then known to the device. */
+bool tbg_short_head(pass *p);
 /* What the sampler could draw for each of m tokens, on its way to the host: its choices, or the best of every span of logits without the
  * noise and with it. */
 void tbg_seek(pass *p, int t, int m);

@@ -1,6 +1,7 @@
 /* hybrid_session.c - memory of a hybrid session: its cache, buffers for passes, and what it believes about the bus. */
 #include "hybrid_session.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -93,7 +94,7 @@ void tbg_session_free(tb_session *s)
     }
     free_work(g, &h->work);
     free_work(g, &h->aside);
-    tbg_buffer *const all[] = {h->yr, h->logits_r, h->in, h->out, h->stage[0], h->stage[1], h->pinned[0], h->pinned[1]};
+    tbg_buffer *const all[] = {h->yr, h->logits_r, h->in, h->out, h->stage[0], h->stage[1], h->pinned[0], h->pinned[1], h->blocks, h->some_logits};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         tbg_free_buffer(g, all[i]);
     tbg_unlock(g);
@@ -179,7 +180,8 @@ size_t tb_model_session_bytes(const tb_model *m, int32_t max_context, int32_t pa
             stage = max_size(stage, v->rows ? 2 * (tbg_codes_bytes(v, true) + tbg_scales_bytes(v, true)) : 0);
         }
     }
-    /* the CPU's results, and two linear groups on their way */
+    /* the short head; the CPU's results, and two linear groups on their way */
+    bytes += (size_t)m->d.vocab * TB_LEVEL * sizeof(float) + (size_t)m->d.vocab / 4 + 512;
     return bytes + (size_t)tokens * (size_t)tbg_rows_max(m) * sizeof(float) + (size_t)m->d.vocab * TBG_HEAD_TOKENS * sizeof(float) + 2 * stage;
 }
 
@@ -206,6 +208,34 @@ int tbg_reserve_aside(tb_session *s)
     const int code = h->aside.tokens ? TB_OK : allocate_work(s, &h->aside, TB_LEVEL);
     if (code)
         free_work(s->m->gpu->g, &h->aside);
+    return code;
+}
+
+int tbg_list_head(tb_session *s)
+{
+    tbg_session *h = s->gpu;
+    tb_gpu *g = s->m->gpu->g;
+    const tb_rows *rows = &s->head;
+    const size_t all = ((size_t)s->m->d.vocab + 15) / 16, logits = TB_LEVEL * (size_t)s->m->d.vocab;
+    if (h->n_blocks == rows->n_active)
+        return TB_OK;
+    const bool first = !h->blocks;
+    if (first && (!(h->blocks = tbg_new_buffer(g, all * sizeof(int32_t), TBG_DEVICE)) ||
+                  !(h->some_logits = tbg_new_buffer(g, logits * sizeof(float), TBG_DEVICE))))
+        return TB_ENOMEM;
+    float *none = tb_alloc(logits * sizeof *none);      /* the list needs less */
+    if (!none)
+        return tbg_fail(g, TB_ENOMEM, "out of memory for the draft's head");
+    for (size_t i = 0; i < logits; i++)
+        none[i] = -INFINITY;
+    int code = first ? tbg_upload(g, h->some_logits, 0, none, logits * sizeof *none) : TB_OK;
+    int32_t *list = (int32_t *)(void *)none, n = 0;
+    for (size_t i = 0; i < all; i++)
+        if (rows->active[i])
+            list[n++] = (int32_t)i;
+    code = code ? code : tbg_upload(g, h->blocks, 0, list, (size_t)n * sizeof *list);
+    tb_free(none);
+    h->n_blocks = code ? 0 : n;
     return code;
 }
 

@@ -19,6 +19,8 @@ struct tbg_session {
     tbg_buffer **keys, **values;        /* by layer: [kv head][slot][head_dim], fp16 */
     tbg_work work, aside;               /* aside: of the draft that goes on in a verification */
     tbg_buffer *yr, *logits_r;          /* the CPU's results */
+    tbg_buffer *blocks, *some_logits;   /* the short head: which blocks of rows; [TB_LEVEL, vocab], -inf for the others */
+    int n_blocks;
     tbg_buffer *in, *out;               /* pinned: inputs for the CPU, its results */
     tbg_buffer *stage[2], *pinned[2];   /* residual planes on their way */
     void *acts_host[3];
@@ -30,6 +32,8 @@ struct tbg_session {
 };
 
 int tbg_reserve_aside(tb_session *s);
+/* The list of the short head's blocks as the session has it now. */
+int tbg_list_head(tb_session *s);
 int tbg_reserve_acts(tb_session *s, int m);
 /* Pinned memory for so many floats of inputs and of results, and room for the results on the device. */
 int tbg_reserve_staging(tb_session *s, size_t in, size_t out);

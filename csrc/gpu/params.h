@@ -27,7 +27,7 @@ enum {
 };
 
 enum { TBG_FINISH = 1, TBG_ADD = 2, TBG_GATED = 4, TBG_HAS_H = 8, TBG_TREE = 16, TBG_VALUES_ARE_KEYS = 32, TBG_V_NORM = 64,
-       TBG_TIED = 128, TBG_TIED_FULL = 256 };
+       TBG_TIED = 128, TBG_TIED_FULL = 256, TBG_LISTED = 512 };
 
 /* Activations: bytes of a column, by kind (int8; two bytes for the others). */
 enum { TBG_KINDS = 3 };
