@@ -4,6 +4,8 @@
 
 #include "belief.h"
 
+enum { SLOPE_PRIOR = 8, SLOPE_MEMORY = 400 };    /* as weights of a slope */
+
 static void follow(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
 
 /* --- bins of confidence --- */
@@ -51,8 +53,8 @@ void tb_belief_init(tb_belief *b)
     b->best = 1;
     b->draft[1] = (tb_mean){0.35, 2};
     b->overlap = (tb_mean){0.02, 2};
-    b->draft_slope = 0.1;
-    b->verify_slope = 0.2;
+    b->draft_slope = (tb_mean){0.05, SLOPE_PRIOR};
+    b->verify_slope = (tb_mean){0.15, SLOPE_PRIOR};
     b->tokens = b->cost = 4;
     b->patience = 16;
 }
@@ -97,17 +99,25 @@ static double cost_of(const tb_mean *seen, int32_t m, double first, double slope
     return m <= 1 ? first : line + trust * (seen[m].mean - line);
 }
 
-double tb_belief_verify(const tb_belief *b, int32_t m) { return cost_of(b->verify, m, 1, b->verify_slope); }
+double tb_belief_verify(const tb_belief *b, int32_t m) { return cost_of(b->verify, m, 1, b->verify_slope.mean); }
 
-double tb_belief_draft(const tb_belief *b, int32_t m) { return m < 1 ? 0 : cost_of(b->draft, m, b->draft[1].mean, b->draft_slope); }
+double tb_belief_draft(const tb_belief *b, int32_t m) { return m < 1 ? 0 : cost_of(b->draft, m, b->draft[1].mean, b->draft_slope.mean); }
 
-static void learn_cost(tb_mean *seen, double *slope, double first, int32_t m, double cost)
+/* The slope is that of the line through (1, first) nearest to what was seen. */
+static void learn_cost(tb_mean *seen, tb_mean *slope, double first, int32_t m, double cost)
 {
     tb_belief_learn_mean(&seen[m], cost);
     if (m > 1) {
-        double found = (cost - first) / (m - 1);
-        *slope += (m < 5 ? 0.025 * (m - 1) : 0.1) * ((found > 0 ? found : 0) - *slope);
+        const double found = (cost - first) / (m - 1), weight = (double)(m - 1) * (m - 1);
+        slope->weight = fmin(slope->weight + weight, SLOPE_MEMORY + weight);
+        slope->mean += weight / slope->weight * ((found > 0 ? found : 0) - slope->mean);
     }
+}
+
+void tb_belief_learn_prompt(tb_belief *b, int32_t m, double seconds)
+{
+    if (m >= 16 && (b->token_s <= 0 || seconds / m < b->token_s))
+        b->token_s = seconds / m;
 }
 
 int32_t tb_belief_context(int32_t bin) { return bin < 7 ? TB_BEHIND_GUESS : TB_BEHIND_SURE; }
@@ -116,14 +126,6 @@ void tb_belief_learn_often(tb_belief *b, int32_t context, int32_t bin)
 {
     for (int32_t i = 0; i < TB_BINS; i++)
         b->often[context][i] += 0.03 * ((i == bin) - b->often[context][i]);
-}
-
-double tb_belief_ahead(const tb_belief *b, int32_t context)
-{
-    double sum = 0;
-    for (int32_t i = 0; i < TB_BINS; i++)
-        sum += b->often[context][i] * b->likely[i];
-    return sum;
 }
 
 static double more_worth(const tb_belief *b, int32_t context, int32_t m, double c)
@@ -192,6 +194,10 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
         return;
     }
     follow(&b->plain_s, now, 0.25);
+    if (b->steps == 1 && b->token_s > 0) {
+        b->verify_slope.mean = fmin(fmax(b->token_s / b->plain_s, 0.02), 0.3);
+        b->draft_slope.mean = 0.35 * b->verify_slope.mean;
+    }
     double took = verify_s / b->plain_s;
     if (m > 1)
         learn_cost(b->verify, &b->verify_slope, 1, m, fmax(took - overlapped * b->overlap.mean, 0.1));

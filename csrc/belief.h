@@ -22,7 +22,8 @@ typedef struct tb_belief {
     tb_mean draft[TB_MAX_DRAFT + 1];        /* cost of a draft pass over M tokens */
     tb_mean verify[TB_MAX_DRAFT + 2];       /* of verifying M tokens; M = 1 is 1 */
     tb_mean overlap;                        /* what a draft pass adds to the verification that it runs in */
-    double draft_slope, verify_slope;       /* of a token more, whatever M */
+    tb_mean draft_slope, verify_slope;      /* of a token more, whatever M; weight: sum of (M - 1)^2 */
+    double token_s;                         /* seconds per token of the quickest evaluation of many tokens; 0: none */
     tb_mean accept[TB_KINDS][TB_BINS];      /* chance that a proposal is the sampled token, given that its parent was */
     double hit[TB_KINDS], hoped[TB_KINDS];  /* what came and what was expected, over the last few proposals */
     double often[TB_CONTEXTS][TB_BINS];     /* how often the draft's next token comes in a bin */
@@ -51,8 +52,6 @@ double tb_belief_draft(const tb_belief *b, int32_t m);
  * follows builds on what it finds. */
 double tb_belief_rate(tb_belief *b);
 int32_t tb_belief_context(int32_t bin);
-/* The chance that the draft's next token is right. */
-double tb_belief_ahead(const tb_belief *b, int32_t context);
 /* Tokens that drafting from here on brings, less what it costs at this rate: a first pass that costs `draft`, then as long as each next one
  * pays; behind a path of chance c, m tokens to verify so far. */
 double tb_belief_worth(const tb_belief *b, int32_t context, int32_t m, double c, double rate, double draft);
@@ -65,6 +64,8 @@ void tb_belief_pin(tb_belief *b, const double *draft, const double *verify);
 /* Another text: what lookups were worth in the one before says nothing. */
 void tb_belief_new_text(tb_belief *b);
 void tb_belief_learn_mean(tb_mean *mean, double seen);
+/* m tokens of a prompt were evaluated in one pass: what a token costs where arithmetic is the limit, which verifying one more comes near to. */
+void tb_belief_learn_prompt(tb_belief *b, int32_t m, double seconds);
 /* A step of n draft passes, a verification of m tokens in verify_s, in which `overlapped` more ran, and `tokens` tokens emitted. */
 void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t overlapped, int32_t tokens);
 #endif

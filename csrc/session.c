@@ -256,8 +256,11 @@ static int eval(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
         bool last = done + m == n;
         int32_t which = !logits ? TB_LOGITS_NONE : every ? TB_LOGITS_ALL : last ? TB_LOGITS_LAST : TB_LOGITS_NONE;
         code = tb_session_reserve(s, s->length + m, m, 0, err, err_n);
+        const double start = tb_clock();
         if (!code)
             code = tb_forward(s, op, tokens + done, m, s->length, NULL, which, every && logits ? logits + (size_t)done * (size_t)s->m->d.vocab : logits, err, err_n);
+        if (!code && op == TB_VERIFY && !s->gpu)
+            tb_belief_learn_prompt(&s->belief, m, tb_clock() - start);
         if (code)
             break;
         tb_session_commit(s, op, s->length + m);

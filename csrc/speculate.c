@@ -228,15 +228,15 @@ static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
     return true;
 }
 
-/* What drafting behind node i is worth beyond what others have proposed there, if the first pass costs so much. */
+/* What drafting behind node i is worth where others that have proposed something there are wrong, if the first pass costs so much. */
 static double worth_of(const plan *p, int32_t i, double cost)
 {
     const tb_belief *b = &p->s->belief;
     int32_t context = context_of(p, i);
-    double known = 0, ahead = tb_belief_ahead(b, context);
+    double known = 0;
     for (int32_t k = i + 1; k < p->n_nodes; k++)
         known += p->nodes[k].parent == i ? p->nodes[k].own : 0;
-    return known < ahead ? tb_belief_worth(b, context, p->n_chosen, p->nodes[i].value * (1 - known / ahead), p->rate, cost) : -1;
+    return known < 1 ? tb_belief_worth(b, context, p->n_chosen, p->nodes[i].value * (1 - known), p->rate, cost) : -1;
 }
 
 bool tb_plan_can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
