@@ -298,7 +298,9 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
     rounds = sorted({part["rounds"] for part in ours.values()})
     tokens = sorted({part["tokens"] for part in ours.values()})
     print(f"\n{name}: {first['kernel']}, {first['threads']} threads, {tokens} tokens, {rounds} rounds\n")
-    print("| kind | prompts | plain, tokens/s | auto to plain | worst prompt (95 %) | tokens per step | best fixed |")
+    print(
+        "| kind | prompts | plain, tokens/s | auto to plain | worst prompt (95 %) | tokens per step | best fixed, in hindsight |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     groups: dict[str, list[dict[str, Any]]] = {}
     for stem, part in ours.items():
@@ -312,8 +314,12 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
         ratios = [ratio(r, "auto") for r in done]
         worst = min(ratios)
         steps = statistics.mean(r["auto"]["tokens_per_step"] for r in done)
-        fixed = [(geometric([ratio(r, s)[0] for r in done]), s) for s in FIXED if all(s in r for r in done)]
-        best = f"{max(fixed)[1]} {max(fixed)[0]:.2f}" if fixed else "-"
+        some = [r for r in done if set(FIXED) <= set(r)]
+        best = "-"
+        if some:
+            value, which = max((geometric([ratio(r, setting)[0] for r in some]), setting) for setting in FIXED)
+            auto = geometric([ratio(r, "auto")[0] for r in some])
+            best = f"{which} {value:.2f}, auto {auto:.2f}: {auto / value:.2f} ({len(some)} texts)"
         print(
             f"| {kind} | {len(done)} | {speed:.1f} | {geometric([r[0] for r in ratios]):.2f} "
             f"| {worst[0]:.2f} ({worst[1]:.2f}-{worst[2]:.2f}) | {steps:.2f} | {best} |"
@@ -374,5 +380,5 @@ def main() -> None:
     args.function(args)
 
 
-if __name__ == "__main__":
+if __which_ == "__main__":
     main()
