@@ -298,9 +298,7 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
     rounds = sorted({part["rounds"] for part in ours.values()})
     tokens = sorted({part["tokens"] for part in ours.values()})
     print(f"\n{name}: {first['kernel']}, {first['threads']} threads, {tokens} tokens, {rounds} rounds\n")
-    print(
-        "| kind | prompts | plain, tokens/s | auto to plain | worst (95 %) | tokens per step | best fixed setting |"
-    )
+    print("| kind | prompts | plain, tokens/s | auto to plain | worst (95 %) | tokens per step | best fixed setting |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     groups: dict[str, list[dict[str, Any]]] = {}
     for stem, part in ours.items():
