@@ -50,11 +50,7 @@ extern const tb_kernels tb_kernels_neon;
 
 /* Blocks of 16 rows that a thread takes at a time: as many chunks for each thread, four or more, so that none waits long for
  * another, and at most 64 blocks, long enough to stream. */
-static inline int32_t tb_step(int32_t blocks, int32_t threads)
-{
-    const int32_t chunks = 4 * threads * ((blocks + 256 * threads - 1) / (256 * threads));
-    return blocks ? (blocks + chunks - 1) / chunks : 1;
-}
+int32_t tb_step(int32_t blocks, int32_t threads);
 
 /* Level in use: chosen once from the processor and TWOBIT_CPU. NULL: the asked level is unavailable (tb_cpu_error says why). */
 const tb_kernels *tb_kernels_get(void);

@@ -115,6 +115,12 @@ size_t tb_act_bytes(int32_t kind, int32_t m, int32_t cols)
     return records * (size_t)(2 * group + 64) + (records * sizeof(float) + 63) / 64 * 64;
 }
 
+int32_t tb_step(int32_t blocks, int32_t threads)
+{
+    const int32_t chunks = 4 * threads * ((blocks + 256 * threads - 1) / (256 * threads));
+    return blocks ? (blocks + chunks - 1) / chunks : 1;
+}
+
 size_t tb_kernel_scratch_bytes(int32_t max_cols)
 {
     const size_t row = (size_t)ceil_div(max_cols, 16) * 16 * sizeof(int16_t);
