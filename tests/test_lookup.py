@@ -129,7 +129,7 @@ def believe() -> Any:
 def teach(belief: Any, m: int, verify: float, passes: Sequence[tuple[int, float]] = (), tokens: int = 1) -> None:
     ffi, lib = library()
     times = ffi.new("tb_pass_time[]", [{"m": k, "seconds": s} for k, s in passes] or [{"m": 0, "seconds": 0}])
-    lib.tb_belief_learn_step(belief, times, len(passes), m, verify, tokens)
+    lib.tb_belief_learn_step(belief, times, len(passes), m, verify, 0, tokens)
 
 
 def test_costs_are_learned_whatever_the_speed_of_the_machine() -> None:

@@ -6,6 +6,7 @@ qemu-x86_64 ends a program at the first instruction that the named processor doe
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -40,7 +41,11 @@ def run(*emulator: str) -> dict[str, object]:
         path=[p for p in sys.path if p], extension=_twobit.__file__, model=str(packed_model("llama"))
     )
     python = str(Path(sys.executable).resolve())
-    done = subprocess.run([*emulator, python, "-c", program], capture_output=True, text=True, timeout=280)
+    # numpy's OpenBLAS takes kernels by family and model, and on some hosts wrong ones for an emulated processor
+    environment = os.environ | {"OPENBLAS_CORETYPE": "Nehalem"}
+    done = subprocess.run(
+        [*emulator, python, "-c", program], capture_output=True, text=True, timeout=280, env=environment
+    )
     assert done.returncode == 0, (emulator, done.returncode, done.stderr[-2000:])
     found: dict[str, object] = json.loads(done.stdout)
     return found
