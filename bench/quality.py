@@ -14,6 +14,8 @@ Parts, each a file in the folder of its checkpoint and recipe below --out; delet
     peer        peer.json: drafted tokens accepted of 8 beside llama.cpp's Q2_K with importance matrix under the same
                 head, both in torch on the texts of `acceptance`, over the checkpoint's keys and values, blocks of 8
                 that begin every 4 tokens; needs `make peers`
+    crosscheck  crosscheck.json: KL(f32 || Q8_0) by llama.cpp's own perplexity tool beside what `kl` takes for it, on
+                the texts of `acceptance` in chunks of 512; needs `make peers`
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,12 +38,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "quality.json"
 CHECKPOINTS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M", "qwen": "Qwen2.5-Coder-1.5B-Instruct"}
 RECIPES = {"2+6": [], "2+6-g32": ["--residual-group", "32"], "2+8": ["--residual", "8"]}
-PARTS = ("quantize", "kl", "acceptance", "peer")
-OF_DRAFT = ("acceptance", "peer")  # measured of 2+6 alone: the other recipes' drafts differ little
+PARTS = ("quantize", "kl", "acceptance", "peer", "crosscheck")
+OF_DEFAULT = ("acceptance", "peer", "crosscheck")  # measured of 2+6 alone: the other recipes' drafts differ little
 AIMS = {"smollm2": (4.0, 1.3), "gemma3": (4.4, 1.3), "qwen": (5.2, 1.15)}  # accepted of 8, and as a multiple of Q2_K's
 TWOBIT = [sys.executable, "-m", "twobit"]
 IMPORTANCE_TOKENS = 8192
 Q2_K_BITS = 84 * 8 / 256
+CHUNK = 512  # tokens that llama-perplexity evaluates at once; it scores the second half
 
 
 def say(text: str) -> None:
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
             folder = args.out / name / recipe
             folder.mkdir(parents=True, exist_ok=True)
             for part in args.part or PARTS:
-                if (folder / f"{part}.json").exists() or (part in OF_DRAFT and recipe != "2+6"):
+                if (folder / f"{part}.json").exists() or (part in OF_DEFAULT and recipe != "2+6"):
                     continue
                 say(f"{name}, {recipe}: {part}")
                 started, source = time.monotonic(), checkpoint(name)
@@ -260,11 +265,82 @@ def q2_k(program: Path, weight: Any, importance: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(values[:rows], np.float32))
 
 
+# -- llama.cpp's Q8_0 ---------------------------------------------------------------------------------------
+
+
+def crosscheck(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Both on the same tokens; that they are the same is checked by their number and by the reference's perplexity."""
+    import torch
+
+    from twobit.acceptance import Sample
+    from twobit.evaluate import _compare, clustered_stderr
+    from twobit.format.reader import open_model
+    from twobit.progress import Progress
+    from twobit.quant.calibrate import one_torch_thread
+    from twobit.quant.source import Checkpoint
+    from twobit.runtime.model import Model
+    from twobit.runtime.tokenizer import Tokenizer
+    from twobit.variants import Variants, last_states
+
+    opened = Model.open(folder / "model")
+    tokenizer = Tokenizer.load(folder / "model", config=opened.config, rows=opened.vocab)
+    text = "\n\n".join(tokenizer.decode(text["ids"][text["first"] :]) for text in read(folder / "texts.json"))
+    begin, ids = tokenizer.encode_prompt("")[:1], tokenizer.encode(text)
+    tokenizer.close()
+    ids = [*begin, *ids]
+    starts = range(0, len(ids) - CHUNK + 1, CHUNK)
+    samples = [Sample("", (*begin, *ids[at + len(begin) : at + CHUNK]), CHUNK // 2 + 1) for at in starts]
+    with one_torch_thread(args.threads) as pool:
+        variants = Variants(Checkpoint.open(source), open_model(folder / "model"), ("q8_0",), pool)
+        states = last_states(variants, samples, ["reference", "full", "q8_0", "q8_0_int8"], Progress())
+        targets = torch.tensor([token for sample in samples for token in sample.targets])
+        compared = _compare(variants, states, targets, None, Progress())
+    clusters = np.repeat(np.arange(len(samples)), CHUNK // 2 - 1)
+    theirs = llama_kl(source, text, args.threads)
+    perplexity = float(np.exp(compared["reference"].loss.mean()))
+    if abs(theirs["perplexity"] / perplexity - 1) > 1e-3:
+        raise SystemExit(f"the perplexities differ: {theirs['perplexity']} and {perplexity}: other tokens?")
+    kl = {name: one.kl for name, one in compared.items() if name != "reference"}
+    ours = {name: {"mean": float(x.mean()), "stderr": clustered_stderr(x, clusters)} for name, x in kl.items()}
+    return {"tokens": len(targets), "kl": ours, "perplexity": perplexity, "llama.cpp": theirs}
+
+
+def llama_kl(source: Path, text: str, threads: int) -> dict[str, float]:
+    """KL(f32 || Q8_0) and its standard error over tokens, and the perplexity of f32, by llama-perplexity."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import peers
+
+    eight = peers.convert(source)
+    exact = eight.with_name(eight.name.replace("q8_0", "f32"))
+    if not exact.exists():
+        part = exact.with_suffix(".part")
+        script = peers.SOURCE / "convert_hf_to_gguf.py"
+        peers.run(sys.executable, script, source, "--outtype", "f32", "--outfile", part, cwd=peers.SOURCE)
+        os.replace(part, exact)
+    with tempfile.TemporaryDirectory() as folder:
+        file, logits = Path(folder) / "text", Path(folder) / "logits"
+        file.write_text(text, encoding="utf-8")
+        tool: list[Any] = [peers.BINARIES / "llama-perplexity", "-c", CHUNK, "-b", CHUNK, "-t", threads]
+        for command in (
+            [*tool, "-m", exact, "-f", file, "--kl-divergence-base", logits],
+            [*tool, "-m", eight, "--kl-divergence-base", logits, "--kl-divergence"],
+        ):
+            done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"llama-perplexity failed:\n{done.stderr[-2000:]}")
+    kl = re.search(r"Mean +KLD: +([-0-9.e]+) ± +([0-9.e]+)", done.stdout)
+    base = re.search(r"Mean PPL\(base\) +: +([0-9.e]+)", done.stdout)
+    if not kl or not base:
+        raise SystemExit(f"llama-perplexity printed no divergence:\n{done.stdout[-2000:]}")
+    return {"mean": float(kl[1]), "stderr": float(kl[2]), "perplexity": float(base[1])}
+
+
 MEASURE: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {
     "quantize": quantize,
     "kl": kl,
     "acceptance": acceptance,
     "peer": peer,
+    "crosscheck": crosscheck,
 }
 
 
@@ -298,7 +374,7 @@ def page(results: Mapping[str, Any]) -> str:
     def verdict(value: float, limit: float, least: bool = False) -> str:
         return "met" if (value >= limit if least else value <= limit) else "**missed**"
 
-    weights, runtime, drafts, beside, made = [], [], [], [], []
+    weights, runtime, drafts, beside, checked, made = [], [], [], [], [], []
     for name, recipe, parts in rows:
         if "kl" in parts:
             data = parts["kl"]
@@ -356,6 +432,19 @@ def page(results: Mapping[str, Any]) -> str:
                     f"{data['blocks']:,}",
                 )
             )
+        if "crosscheck" in parts:
+            data, values = parts["crosscheck"], parts["crosscheck"]["kl"]
+            checked.append(
+                cells(
+                    name,
+                    recipe,
+                    *(f"{values[own]['mean']:.6f} ± {values[own]['stderr']:.6f}" for own in ("q8_0", "q8_0_int8")),
+                    f"{data['llama.cpp']['mean']:.6f} ± {data['llama.cpp']['stderr']:.6f}",
+                    f"{values['full']['mean']:.6f} ± {values['full']['stderr']:.6f}",
+                    f"{data['perplexity']:.4f} / {data['llama.cpp']['perplexity']:.4f}",
+                    f"{data['tokens']:,}",
+                )
+            )
         if "quantize" in parts:
             data = parts["quantize"]
             made.append(
@@ -371,7 +460,7 @@ def page(results: Mapping[str, Any]) -> str:
     missing = []
     for name, title in CHECKPOINTS.items():
         for recipe in RECIPES:
-            wanted = [part for part in PARTS if part not in OF_DRAFT or recipe == "2+6"]
+            wanted = [part for part in PARTS if part not in OF_DEFAULT or recipe == "2+6"]
             left = [part for part in wanted if part not in results.get(name, {}).get(recipe, {})]
             if left:
                 missing.append(f"{title} {recipe}: {', '.join(left)}")
@@ -382,6 +471,8 @@ def page(results: Mapping[str, Any]) -> str:
     draft_table = table("checkpoint | recipe | of 8 | aim | tree of 16 | of 8 by kind | blocks", drafts)
     head = "checkpoint | bits | twobit, of 8 | Q2_K, of 8 | difference | ratio | KL, twobit / Q2_K | blocks"
     peer_table = table(head, beside)
+    head = "checkpoint | recipe | Q8_0, weights | Q8_0, int8 | llama.cpp's Q8_0 | twobit, weights | perplexity | tokens"
+    check_table = table(head, checked)
     return f"""# Quality, measured
 
 Written by `python bench/quality.py page > docs/quality.md` from `bench/results/quality.json`, which
@@ -410,6 +501,14 @@ The C runtime's own logits (activations rounded to 13 or 14 bits, fp16 cache) be
 int8 per 32, as llama.cpp's CPU path does.
 
 {runtime_table}
+
+## Q8_0 by llama.cpp itself
+
+KL(f32 || Q8_0) by `llama-perplexity --kl-divergence` of llama.cpp, and by this project's emulation of it (weights
+alone, and with int8 activations), on the texts of the next section in chunks of {CHUNK} tokens of which the second half
+counts. Perplexities are those of the reference, by both.
+
+{check_table}
 
 ## What the draft yields
 

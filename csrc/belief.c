@@ -120,6 +120,8 @@ void tb_belief_learn_prompt(tb_belief *b, int32_t m, double seconds)
         b->token_s = seconds / m;
 }
 
+bool tb_belief_begun(const tb_belief *b) { return b->steps > 0 || b->token_s > 0 || b->pinned; }
+
 int32_t tb_belief_context(int32_t bin) { return bin < 7 ? TB_BEHIND_GUESS : TB_BEHIND_SURE; }
 
 void tb_belief_learn_often(tb_belief *b, int32_t context, int32_t bin)
@@ -164,9 +166,11 @@ static void look_ahead(tb_belief *b, double rate)
  * Where drafting has lost time so far, it must promise more. */
 double tb_belief_rate(tb_belief *b)
 {
-    look_ahead(b, b->best);
-    b->best += 0.3 * (1 - b->best + tb_belief_worth(b, TB_AFTER_HIT, 1, 1, b->best, b->draft[1].mean));
-    b->best = b->best < 1 ? 1 : b->best > 8 ? 8 : b->best;
+    for (int32_t i = b->steps ? 1 : 8; i > 0; i--) {
+        look_ahead(b, b->best);
+        b->best += 0.3 * (1 - b->best + tb_belief_worth(b, TB_AFTER_HIT, 1, 1, b->best, b->draft[1].mean));
+        b->best = b->best < 1 ? 1 : b->best > 8 ? 8 : b->best;
+    }
     double lost = b->spent - b->total - 0.5;
     return b->best * (lost > 0 ? 1 + fmin(0.2 * lost, 1) : 1);
 }
@@ -195,6 +199,7 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
     }
     follow(&b->plain_s, now, 0.25);
     if (b->steps == 1 && b->token_s > 0) {
+        b->plain_s = fmax(verify_s - b->token_s * (m - 1), 0.4 * verify_s);
         b->verify_slope.mean = fmin(fmax(b->token_s / b->plain_s, 0.02), 0.3);
         b->draft_slope.mean = 0.35 * b->verify_slope.mean;
     }

@@ -66,6 +66,8 @@ void tb_belief_new_text(tb_belief *b);
 void tb_belief_learn_mean(tb_mean *mean, double seen);
 /* m tokens of a prompt were evaluated in one pass: what a token costs where arithmetic is the limit, which verifying one more comes near to. */
 void tb_belief_learn_prompt(tb_belief *b, int32_t m, double seconds);
+/* Whether a step's costs could be told apart: a step, or a prompt, was timed. */
+bool tb_belief_begun(const tb_belief *b);
 /* A step of n draft passes, a verification of m tokens in verify_s, in which `overlapped` more ran, and `tokens` tokens emitted. */
 void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t overlapped, int32_t tokens);
 #endif

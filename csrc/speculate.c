@@ -324,7 +324,7 @@ static void propose_tree(plan *p)
 /* Every so often a step is spent on learning what drafting would give. */
 static int32_t forced_drafts(tb_belief *b)
 {
-    if (b->steps == 1)                              /* the first was plain: now the other cost that everything hangs on */
+    if (b->idle == b->steps)                        /* never so far: now the cost that everything hangs on */
         return 1;
     if (b->idle < b->patience)
         return 0;
@@ -337,7 +337,7 @@ static void propose(plan *p)
     tb_belief *b = &p->s->belief;
     p->n_chosen = 1;
     p->chosen[0] = 0;
-    if (p->most < 1 || (!p->o->draft_fixed && b->steps == 0)) {
+    if (p->most < 1 || (!p->o->draft_fixed && !tb_belief_begun(b))) {
         p->most = 0;
         return;
     }
@@ -353,13 +353,14 @@ static void propose(plan *p)
         choose(p, 0, p->most);
     } else {
         p->rate = tb_belief_rate(b);
-        int32_t forced = p->o->use & TB_USE_DRAFT ? forced_drafts(b) : 0;
+        const bool first = b->idle == b->steps;
+        const int32_t forced = p->o->use & TB_USE_DRAFT ? forced_drafts(b) : 0;
         propose_lookup(p);
         propose_draft(p, forced);
         if (p->n_passes > forced)
             b->patience = 16;
         propose_recycled(p);
-        choose(p, p->rate, b->steps == 1 ? forced : 0);
+        choose(p, p->rate, first ? forced : 0);
     }
     arrange(p);
 }
