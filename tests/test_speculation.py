@@ -52,7 +52,21 @@ def test_drafts_as_dear_as_plain_steps_are_hardly_asked_for() -> None:
 
 def test_drafts_for_nothing_are_asked_for() -> None:
     steps = text([0.001, 0.001], [1.0, 1.001], use=Use.DRAFT)
-    assert sum(s.draft_passes > 0 for s in steps) >= len(steps) - 2  # the first is plain, the last has no room
+    assert sum(s.draft_passes > 0 for s in steps) >= len(steps) - 2  # the last has no room
+
+
+@pytest.mark.parametrize(("prompt", "plain"), [(40, 0), (9, 1)])
+def test_the_draft_is_tried_as_soon_as_costs_can_be_told_apart(prompt: int, plain: int) -> None:
+    """At once behind a prompt long enough to be timed, after a plain step behind a short one."""
+    session = Session(Model.open(packed_model("llama")), 512, 1)
+    history = np.random.default_rng(3).integers(5, VOCAB, prompt).tolist()
+    session.sync(history[:-1])
+    passes = []
+    for _ in range(2):
+        step = session.step(history, Sampling(), StepOptions(budget=50, use=Use.DRAFT))
+        passes.append(step.draft_passes)
+        history += step.tokens
+    assert [n > 0 for n in passes[: plain + 1]] == [False] * plain + [True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
