@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import BOS, make_checkpoint, make_tokenizer
 
-from twobit.errors import CalibrationError, TokenizerError
+from twobit.errors import CalibrationError, TemplateStopped, TokenizerError
 from twobit.quant import calibrate
 from twobit.quant.calibrate import Document, Encoder
 from twobit.quant.decoder import Decoder
@@ -123,6 +123,17 @@ def test_a_template_that_refuses_is_replaced(source: Path) -> None:
     plain = Encoder(source, 331)(chat)
     assert Encoder(source, 331, refuse)(chat) == plain
     assert len(plain) > 3
+
+
+def test_a_template_that_was_stopped_is_not_replaced(source: Path) -> None:
+    """A slow machine must not calibrate on another text."""
+
+    def slow(messages: object) -> str:
+        raise TemplateStopped("the model's chat template was stopped: it took longer than 60 s")
+
+    chat = Document("dialogue", "chat", messages=({"role": "user", "content": "Hello there."},))
+    with pytest.raises(CalibrationError, match="longer than 60 s"):
+        Encoder(source, 331, slow)(chat)
 
 
 def test_tokens_beyond_the_embedding_are_left_out(source: Path) -> None:

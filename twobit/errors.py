@@ -46,6 +46,10 @@ class TokenizerError(TwobitError):
     """The tokenizer or the chat template is missing, unsupported or refuses its input."""
 
 
+class TemplateStopped(TokenizerError):
+    """The chat template was ended from outside, by the clock or the system: on another day it might have answered."""
+
+
 class RuntimeFailure(TwobitError):
     """The C runtime stopped: out of memory, context exhausted, a value that is not finite."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twobit.architecture import Architecture, TensorSpec
-from twobit.errors import CalibrationError, TokenizerError
+from twobit.errors import CalibrationError, TemplateStopped, TokenizerError
 from twobit.format.writer import writing
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Encoder:
             if self._render is not None:
                 try:
                     text = self._render(document.messages)
+                except TemplateStopped as error:  # no reason to calibrate on another text than the next time
+                    raise CalibrationError(str(error), "run it again; with --calib the template is not used") from error
                 except TokenizerError:  # a template may refuse system messages
                     self._render = self._render if len(document.messages) > 2 else None
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 DAMPING = 0.1  # of the Hessian's mean diagonal
 PULL_DAMPING = 1.0  # the same, where the draft's targets are fitted
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
+TEMPLATE_SECONDS = 60.0  # by the clock, per chat of the calibration text: a busy machine is no reason to stop
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -164,7 +165,7 @@ def _render(checkpoint: Checkpoint) -> calibrate.Render | None:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             names[key] = value
-    template = ChatTemplate(text, names)
+    template = ChatTemplate(text, names, seconds=TEMPLATE_SECONDS)
     return lambda messages: template.render(messages, add_generation_prompt=False)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twobit.errors import TokenizerError
+from twobit.errors import TemplateStopped, TokenizerError
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
@@ -108,8 +108,9 @@ class ChatTemplate:
         kind, error = reply.get("kind"), str(reply.get("error"))
         if kind == "refused":
             raise TokenizerError(error, "this comes from the model's chat template; --raw goes without it")
-        if kind == "limit":
-            raise TokenizerError(f"the model's chat template was stopped: {error}", "--raw goes without it")
+        if kind in ("limit", "stopped"):
+            stopped = TemplateStopped if kind == "stopped" else TokenizerError
+            raise stopped(f"the model's chat template was stopped: {error}", "--raw goes without it")
         if kind == "forbidden":
             raise TokenizerError(
                 f"the model's chat template does something that is not allowed: {error}",
@@ -157,8 +158,8 @@ class ChatTemplate:
         except (OSError, ValueError):  # it died, or was killed
             self.close()
             if expired.is_set():
-                return {"kind": "limit", "error": f"it took longer than {self._seconds:g} s"}
-            return {"kind": "limit", "error": "its process died"}
+                return {"kind": "stopped", "error": f"it took longer than {self._seconds:g} s"}
+            return {"kind": "stopped", "error": "its process died"}
         except BaseException:  # Ctrl-C: an answer that nobody read must not be taken for the next one
             self.close()
             raise
