@@ -66,8 +66,8 @@ done
 import json, sys
 from pathlib import Path
 
-print("| run | tokens/s | seconds per draft pass | drafted meanwhile: passes, proposed, accepted | GPU memory MB | layers with residual |")
-print("|---|---:|---:|---:|---:|---:|")
+print("| run | tokens/s | seconds per draft pass | passes, chained | drafted meanwhile: passes, proposed, accepted | GPU memory MB | layers with residual |")
+print("|---|---:|---:|---:|---:|---:|---:|")
 for path in sorted(Path(sys.argv[1]).glob("*--*.json")):
     if not path.read_text().strip():
         continue
@@ -75,7 +75,8 @@ for path in sorted(Path(sys.argv[1]).glob("*--*.json")):
     passes, placed = run["speculation"]["draft_passes"], run.get("placement", {})
     each = f"{run['timing']['draft_s'] / passes:.4f}" if passes else ""
     meanwhile = ", ".join(map(str, run["speculation"].get("overlapped", {}).values()))
-    print(f"| {path.stem} | {run['timing']['decode_tokens_per_s']:.2f} | {each} | {meanwhile} | {placed.get('vram_bytes', 0) / 1e6:.0f} "
+    chained = f"{passes}, {run['speculation'].get('chained', 0)}"
+    print(f"| {path.stem} | {run['timing']['decode_tokens_per_s']:.2f} | {each} | {chained} | {meanwhile} | {placed.get('vram_bytes', 0) / 1e6:.0f} "
           f"| {placed.get('gpu_residual_layers', '')} |")
 PY
 echo "$(($(date +%s) - start)) seconds"

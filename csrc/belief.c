@@ -52,6 +52,7 @@ void tb_belief_init(tb_belief *b)
     }
     b->best = 1;
     b->draft[1] = (tb_mean){0.35, 2};
+    b->chained = (tb_mean){0.8, 2};
     b->overlap = (tb_mean){0.02, 2};
     b->draft_slope = (tb_mean){0.05, SLOPE_PRIOR};
     b->verify_slope = (tb_mean){0.15, SLOPE_PRIOR};
@@ -86,6 +87,7 @@ void tb_belief_learn(tb_belief *b, int32_t kind, int32_t bin, bool accepted)
 void tb_belief_pin(tb_belief *b, const double *draft, const double *verify)
 {
     b->pinned = true;
+    b->chained = (tb_mean){0.8, 1e12};
     b->overlap = (tb_mean){0.1 * draft[1], 1e12};
     for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
         b->draft[m] = (tb_mean){draft[m], 1e12};
@@ -149,6 +151,43 @@ double tb_belief_worth(const tb_belief *b, int32_t context, int32_t m, double c,
     return sum;
 }
 
+/* Chances of states (context, path's chance) in which the draft goes on. */
+typedef double states[TB_CONTEXTS][TB_GRID + 1];
+
+/* Adds to `next` where a pass from a state of chance `mass` leads, if the draft goes on there, with m tokens to verify; returns how much. */
+static double go_on(const tb_belief *b, int32_t context, double c, double mass, int32_t m, states next)
+{
+    double sum = 0;
+    for (int32_t i = 0; i < TB_BINS; i++) {
+        double path = c * b->likely[i], at = path * TB_GRID, some = mass * b->often[context][i];
+        int32_t to = tb_belief_context(i), low = at < TB_GRID - 1 ? (int32_t)at : TB_GRID - 1;
+        for (int32_t k = low; k <= low + 1; k++)
+            if (b->worth[to][m < TB_AHEAD ? m : TB_AHEAD][k] > 0) {
+                double part = some * (1 - fabs(at - k));
+                next[to][k] += part;
+                sum += part;
+            }
+    }
+    return sum;
+}
+
+int32_t tb_belief_chain(const tb_belief *b, int32_t context, int32_t m, double c, int32_t most)
+{
+    states here = {{0}}, next;
+    double wanted = go_on(b, context, c, 1, m + 1, here);
+    int32_t n = 1;
+    while (n < most && wanted > b->chained.mean) {
+        n++;
+        wanted = 0;
+        memset(next, 0, sizeof next);
+        for (int32_t at = 0; at < TB_CONTEXTS; at++)
+            for (int32_t k = 0; k <= TB_GRID; k++)
+                wanted += here[at][k] > 0 ? go_on(b, at, (double)k / TB_GRID, here[at][k], m + n, next) : 0;
+        memcpy(here, next, sizeof here);
+    }
+    return n;
+}
+
 /* Fills `worth`, from the longest path back, and moves `best` towards the rate at which a step that drafts is worth its time. */
 static void look_ahead(tb_belief *b, double rate)
 {
@@ -181,7 +220,7 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
 {
     double alone = tb_belief_verify(b, m), expected = alone + overlapped * b->overlap.mean, seconds = verify_s;
     for (int32_t i = 0; i < n; i++) {
-        expected += tb_belief_draft(b, passes[i].m);
+        expected += tb_belief_draft(b, passes[i].m) + passes[i].more * b->chained.mean * b->draft[1].mean;
         seconds += passes[i].seconds;
     }
     double now = seconds / expected;
@@ -210,6 +249,13 @@ void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, i
         tb_belief_learn_mean(&b->overlap, fmax(took - alone, 0) / overlapped);
     else
         b->overlap.mean *= 0.98;        /* so that it is tried again some time */
-    for (int32_t i = 0; i < n; i++)
-        learn_cost(b->draft, &b->draft_slope, b->draft[1].mean, passes[i].m, passes[i].seconds / b->plain_s);
+    for (int32_t i = 0; i < n; i++) {
+        const double cost = passes[i].seconds / b->plain_s, first = b->draft[1].mean;
+        if (!passes[i].more)
+            learn_cost(b->draft, &b->draft_slope, first, passes[i].m, cost);
+        else
+            tb_belief_learn_mean(&b->chained, fmin(fmax(cost - tb_belief_draft(b, passes[i].m), 0) / passes[i].more / first, 1.5));
+    }
+    if (b->chained.mean > 0.9)
+        b->chained.mean *= 0.998;       /* above 1 nothing is chained: so that it is tried again */
 }

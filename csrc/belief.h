@@ -21,6 +21,7 @@ typedef struct tb_belief {
     double plain_s;                         /* seconds of verifying one token, as of late; 0: not seen yet */
     tb_mean draft[TB_MAX_DRAFT + 1];        /* cost of a draft pass over M tokens */
     tb_mean verify[TB_MAX_DRAFT + 2];       /* of verifying M tokens; M = 1 is 1 */
+    tb_mean chained;                        /* cost of a pass that follows another without the host, as a share of draft[1] */
     tb_mean overlap;                        /* what a draft pass adds to the verification that it runs in */
     tb_mean draft_slope, verify_slope;      /* of a token more, whatever M; weight: sum of (M - 1)^2 */
     double token_s;                         /* seconds per token of the quickest evaluation of many tokens; 0: none */
@@ -39,7 +40,7 @@ typedef struct tb_belief {
 } tb_belief;
 
 typedef struct tb_pass_time {
-    int32_t m;
+    int32_t m, more;                        /* tokens; passes over one token each that followed without the host */
     double seconds;
 } tb_pass_time;
 
@@ -55,6 +56,9 @@ int32_t tb_belief_context(int32_t bin);
 /* Tokens that drafting from here on brings, less what it costs at this rate: a first pass that costs `draft`, then as long as each next one
  * pays; behind a path of chance c, m tokens to verify so far. */
 double tb_belief_worth(const tb_belief *b, int32_t context, int32_t m, double c, double rate, double draft);
+/* How many passes to run in one go where the first is worth it, at most `most`: the next one while the chance that it would be asked for
+ * exceeds what it costs so, against what it costs when it is. */
+int32_t tb_belief_chain(const tb_belief *b, int32_t context, int32_t m, double c, int32_t most);
 void tb_belief_learn_often(tb_belief *b, int32_t context, int32_t bin);
 /* Chance of a proposal: what its bin has seen, times how expectations of its kind have turned out just now. */
 double tb_belief_chance(const tb_belief *b, int32_t kind, int32_t bin);
@@ -68,6 +72,7 @@ void tb_belief_learn_mean(tb_mean *mean, double seen);
 void tb_belief_learn_prompt(tb_belief *b, int32_t m, double seconds);
 /* Whether a step's costs could be told apart: a step, or a prompt, was timed. */
 bool tb_belief_begun(const tb_belief *b);
-/* A step of n draft passes, a verification of m tokens in verify_s, in which `overlapped` more ran, and `tokens` tokens emitted. */
+/* A step of n draft passes, chains being one, a verification of m tokens in verify_s, in which `overlapped` more ran, and `tokens` tokens
+ * emitted. */
 void tb_belief_learn_step(tb_belief *b, const tb_pass_time *passes, int32_t n, int32_t m, double verify_s, int32_t overlapped, int32_t tokens);
 #endif

@@ -73,6 +73,7 @@ enum { TB_CHOICES = 4 };         /* most tokens that it proposes behind one of t
 typedef struct tb_ranked {
     bool there;
     int32_t want;               /* choices to look for, at least 2 */
+    int32_t more;               /* passes that follow the next draft pass, each over the first choice of the one before; a row for each */
     int32_t ids[TB_LEVEL][TB_CHOICES];      /* -1: none */
     float confidence[TB_LEVEL][TB_CHOICES];
 } tb_ranked;

@@ -456,10 +456,11 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
             return tb_fail(err, err_n, TB_EINVAL, "token id %d is outside the model's vocabulary of %d", (int)tokens[t], (int)m->d.vocab);
     pass p = {s, m, NULL, NULL, op, n, position, 0, tokens, tree, logits && logits == s->draft_logits && s->head.n_runs ? &s->head : NULL};
     tb_scratch *b = &s->s;
+    const int32_t more = op == TB_DRAFT ? s->ranked.more : 0;
     for (int32_t t = 0; t < n; t++)
-        if (position + slot_of(&p, t) >= s->high)
-            s->high = position + slot_of(&p, t) + 1;
-    s->bytes_read += bytes_read(&p, which);
+        if (position + slot_of(&p, t) + more >= s->high)
+            s->high = position + slot_of(&p, t) + more + 1;
+    s->bytes_read += (1 + more) * bytes_read(&p, which);
     if (s->gpu)
         return tbg_forward(s, op, tokens, n, position, tree, which, logits, err, err_n);
     by_token(&p, embed);

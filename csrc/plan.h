@@ -25,7 +25,7 @@ typedef struct plan {
     int32_t n_nodes, n_slots, n_kept;               /* n_kept: slots that the step before has filled */
     node nodes[POOL];               /* [0]: the last token of the history; parents come before children */
     double rate;
-    tb_pass_time passes[TB_MAX_DRAFT + 1];
+    tb_pass_time passes[TB_MAX_DRAFT + 1];          /* a chain of them is one entry */
     int32_t n_passes;
     int32_t chosen[TB_MAX_DRAFT + 1], n_chosen;     /* nodes to verify, the root first, every branch in one piece */
     tb_tree tree;

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gpu/hybrid.h"
 #include "os.h"
 #include "plan.h"
 #include "sampler.h"
@@ -206,8 +207,12 @@ bool tb_plan_add_drafted(plan *p, int32_t i, int32_t row)
     return true;
 }
 
-/* Runs the draft on nodes whose ancestors are all drafted or in the batch, before them; logits of all, or of the last alone. */
-static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
+/* Whether the device can run a pass over what the one before has found. */
+static bool chains(const plan *p) { return p->s->gpu && (p->o->use & TB_USE_CHAIN) && tbg_ranks(p->s); }
+
+/* Runs the draft on nodes whose ancestors are all drafted or in the batch, before them; logits of all, or of the last alone. Behind the
+ * last, `more` passes follow, each over the first choice of the one before. */
+static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all, int32_t more)
 {
     tb_session *s = p->s;
     int32_t tokens[TB_MAX_DRAFT + 1], slot_of[POOL];
@@ -219,24 +224,40 @@ static bool run_draft(plan *p, const int32_t *batch, int32_t m, bool all)
     for (int32_t i = 0; i < p->n_nodes; i++)
         slot_of[i] = p->nodes[i].slot;
     (void)tb_plan_lay_out(p, &p->tree, batch, m, slot_of);
-    if (tb_forward(s, TB_DRAFT, tokens, m, p->n - 1, &p->tree, all ? TB_LOGITS_ALL : TB_LOGITS_LAST, s->draft_logits, p->err, sizeof p->err))
+    s->ranked.more = more;
+    int code = tb_forward(s, TB_DRAFT, tokens, m, p->n - 1, &p->tree, all ? TB_LOGITS_ALL : TB_LOGITS_LAST, s->draft_logits, p->err, sizeof p->err);
+    s->ranked.more = 0;
+    if (code)
         return false;
     for (int32_t t = all ? 0 : m - 1; t < m; t++)
         if (!tb_plan_add_drafted(p, batch[t], all ? t : 0))
             return false;
-    p->passes[p->n_passes++] = (tb_pass_time){m, tb_clock() - t0};
+    for (int32_t k = 1, at = batch[m - 1]; k <= more; k++) {
+        at = p->nodes[at].first;
+        if (at < 0 || !tb_plan_can_draft(p, at))
+            break;
+        p->nodes[at].slot = p->n_slots++;
+        if (!tb_plan_add_drafted(p, at, k))
+            return false;
+    }
+    p->passes[p->n_passes++] = (tb_pass_time){m, more, tb_clock() - t0};
     return true;
+}
+
+/* The chance that nothing proposed behind node i is right. */
+static double unknown(const plan *p, int32_t i)
+{
+    double known = 0;
+    for (int32_t k = i + 1; k < p->n_nodes; k++)
+        known += p->nodes[k].parent == i ? p->nodes[k].own : 0;
+    return known < 1 ? 1 - known : 0;
 }
 
 /* What drafting behind node i is worth where others that have proposed something there are wrong, if the first pass costs so much. */
 static double worth_of(const plan *p, int32_t i, double cost)
 {
-    const tb_belief *b = &p->s->belief;
-    int32_t context = context_of(p, i);
-    double known = 0;
-    for (int32_t k = i + 1; k < p->n_nodes; k++)
-        known += p->nodes[k].parent == i ? p->nodes[k].own : 0;
-    return known < 1 ? tb_belief_worth(b, context, p->n_chosen, p->nodes[i].value * (1 - known), p->rate, cost) : -1;
+    double open = unknown(p, i);
+    return open > 0 ? tb_belief_worth(&p->s->belief, context_of(p, i), p->n_chosen, p->nodes[i].value * open, p->rate, cost) : -1;
 }
 
 bool tb_plan_can_draft(const plan *p, int32_t i) { return p->nodes[i].slot < 0 && !p->nodes[i].ends && p->nodes[i].depth < p->most; }
@@ -277,6 +298,15 @@ static int32_t next_batch(plan *p, int32_t *batch, bool forced)
     return m;
 }
 
+/* Passes to run behind one over m tokens, of which `last` is the last, before the host looks at what they have found. */
+static int32_t chain_behind(const plan *p, int32_t last, int32_t m)
+{
+    int32_t most = p->most - p->nodes[last].depth < TB_LEVEL ? p->most - p->nodes[last].depth : TB_LEVEL;
+    while (most > 1 && !room(p, m + most - 1))
+        most--;
+    return chains(p) ? tb_belief_chain(&p->s->belief, context_of(p, last), p->n_chosen, p->nodes[last].value * unknown(p, last), most) - 1 : 0;
+}
+
 /* `forced` passes come whether they pay or not. */
 static void propose_draft(plan *p, int32_t forced)
 {
@@ -285,7 +315,7 @@ static void propose_draft(plan *p, int32_t forced)
         return;
     while (p->n_passes < TB_MAX_DRAFT && (m = next_batch(p, batch, p->n_passes < forced)) > 0) {
         bool level = m > 1 && p->nodes[batch[1]].parent != batch[0];
-        if (!run_draft(p, batch, m, level))
+        if (!run_draft(p, batch, m, level, level || p->n_passes < forced ? 0 : chain_behind(p, batch[m - 1], m)))
             break;
     }
 }
@@ -293,9 +323,11 @@ static void propose_draft(plan *p, int32_t forced)
 /* A chain of exactly so many tokens from the 2-bit weights. */
 static void propose_chain(plan *p)
 {
-    for (int32_t at = 0; at >= 0 && p->n_slots < p->most && p->nodes[at].depth < p->most; at = p->nodes[at].first)
-        if (p->nodes[at].slot < 0 && (!tb_plan_can_draft(p, at) || !run_draft(p, &at, 1, false)))
+    for (int32_t at = 0; at >= 0 && p->n_slots < p->most && p->nodes[at].depth < p->most; at = p->nodes[at].first) {
+        int32_t left = p->most - p->n_slots, more = !chains(p) ? 0 : left < TB_LEVEL ? left - 1 : TB_LEVEL - 1;
+        if (p->nodes[at].slot < 0 && (!tb_plan_can_draft(p, at) || !run_draft(p, &at, 1, false, more)))
             break;
+    }
 }
 
 /* A tree of exactly so many tokens where there are as many: levels of the likeliest nodes, whatever they cost. */
@@ -317,7 +349,7 @@ static void propose_tree(plan *p)
                 break;
             batch[m] = best;
         }
-        more = m > 0 && run_draft(p, batch, m, true);
+        more = m > 0 && run_draft(p, batch, m, true, 0);
     }
 }
 
@@ -536,9 +568,10 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
     propose(&p);
     for (int32_t i = 0; i < p.n_passes; i++) {
         r->draft_s += p.passes[i].seconds;
-        r->draft_tokens += p.passes[i].m;
+        r->draft_tokens += p.passes[i].m + p.passes[i].more;
+        r->draft_passes += 1 + p.passes[i].more;
+        r->chained += p.passes[i].more;
     }
-    r->draft_passes = p.n_passes;
     if (atomic_load(&s->abort))
         return tb_fail(err, err_n, TB_EABORT, "interrupted");
 

@@ -88,7 +88,8 @@ enum {
     TB_USE_TREE = 8,           /* several continuations at once */
     TB_USE_SHORT_HEAD = 16,    /* the draft computes a part of the vocabulary's logits */
     TB_USE_OVERLAP = 32,       /* hybrid: the draft goes on while the CPU verifies */
-    TB_USE_ALL = 63
+    TB_USE_CHAIN = 64,         /* hybrid: draft passes that the device starts from what it has found itself */
+    TB_USE_ALL = 127
 };
 
 typedef struct tb_step_options {
@@ -112,7 +113,7 @@ typedef struct tb_step_result {
     int32_t drafted, accepted; /* proposed tokens that were verified; those of them among the emitted */
     int32_t depth;             /* the longest path that was proposed */
     int32_t drafted_by_kind[4], accepted_by_kind[4];
-    int32_t draft_passes, draft_tokens;
+    int32_t draft_passes, draft_tokens, chained;    /* chained: of draft_passes, without the host */
     int32_t overlapped_passes;          /* draft passes that ran while this step's tokens were verified */
     int32_t early, early_accepted;      /* of `drafted` and `accepted`: drafted while the step before was verified */
     int32_t hit_eos;

@@ -34,6 +34,7 @@ class FakeStep:
     verify_s: float = 0.5
     sample_s: float = 0.125
     draft_passes: int = 1
+    chained: int = 0
     overlapped_passes: int = 0
     early: int = 0
     early_accepted: int = 0

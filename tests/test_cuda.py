@@ -62,6 +62,10 @@ def test_the_driver_computes_what_plain_c_computes(when: str) -> None:
     run("bits", when)
 
 
+def test_a_chain_of_draft_passes_is_waited_for_once() -> None:
+    run("waits")
+
+
 def test_a_lost_device_is_an_error_and_never_other_text() -> None:
     run("lost")
 

@@ -342,6 +342,20 @@ def test_slots_move_in_order(on: Device) -> None:
         assert found.tobytes() == expected.tobytes()
 
 
+def test_the_next_token_of_a_chain(on: Device) -> None:
+    """Behind token 1 of three: its ancestors and its own slot come first, then the new one's."""
+    ranked = np.array([[7, 1], [-1, 2], [41, 3]], np.int32)  # ids of rows p.a / 2
+    ids, positions, slots = (np.array(a, np.int32) for a in ([5, 6, 9], [20, 21, 22], [20, 25, 26]))
+    path, angles = np.full((3, AHEAD), -1, np.int32), np.arange(5 * 70, dtype=F32).reshape(5, 70)
+    path[1, :2] = [0, 5]
+    buffers = {0: ranked, 1: ids, 2: positions, 3: slots, 4: path, 5: angles}
+    for row, expected in ((2, 41), (1, 0)):
+        out = run(on, "next_token", (1,), buffers, m=1, n=3, position=20, angles=70, a=2 * row)
+        assert (out[1][0], out[2][0], out[3][0], out[4][0, :3].tolist()) == (expected, 22, 26, [0, 5, 6])
+        assert out[5][0].tolist() == angles[3].tolist()
+        assert all((out[i][1:] == buffers[i][1:]).all() for i in range(1, 6))
+
+
 def test_softcap_of_logits(on: Device) -> None:
     x = (20 * np.random.default_rng(6).standard_normal((2, 100))).astype(F32)
     x[1, 50] = -np.inf  # a row that was not computed

@@ -219,6 +219,57 @@ def test_the_cost_model_uses_the_overlapped_draft() -> None:
     assert sum(r.draft_passes for r in runs[0][1]) < sum(r.draft_passes for r in alone[1])
 
 
+LEVELS = ALONE & ~Use.CHAIN
+
+
+def check_chain(variant: str, kind: str, samplings: Sequence[Sampling], n: int) -> None:
+    """Passes that the device starts itself find what those find that the host starts; eight at most wait but once."""
+    for sampling in samplings:
+        found = [
+            steps(
+                hybrid(variant, kind, recipe=CLOSE),
+                sampling,
+                StepOptions(draft_fixed=True, draft_max=11, use=use, draft_vocab=96),
+                n,
+            )
+            for use in (ALONE, LEVELS)
+        ]
+        assert found[0][0] == found[1][0]
+        shapes = [[(r.tokens, r.drafted, r.accepted, r.draft_passes) for r in results] for _, results in found]
+        assert shapes[0] == shapes[1]
+        assert sum(r.accepted for r in found[0][1]) > 0
+        for step in found[0][1]:
+            assert step.draft_passes == 11
+            assert step.chained == (9 if sampling in (GREEDY, NOISY) else 0)  # filters: the host ranks
+        assert sum(r.chained for r in found[1][1]) == 0
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma4_text", "qwen2-tied", "mistral"])
+def test_a_chain_of_passes_on_the_device(variant: str) -> None:
+    check_chain(variant, "plain", (GREEDY, NOISY, SAMPLED) if variant == "llama" else (NOISY,), 40)
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_a_chain_of_passes_on_another_device(kind: str) -> None:
+    check_chain("llama", kind, (NOISY,), 24)
+
+
+def test_the_cost_model_chains() -> None:
+    """With pinned costs a chained pass costs 0.8 of another: where it is likely to be wanted, it comes at once."""
+    model = hybrid("llama", recipe=CLOSE)
+    plain, _ = steps(model, GREEDY, StepOptions(draft_max=0), 96)
+    runs = {
+        use: [steps(model, GREEDY, StepOptions(draft_max=16, use=use), 96, pinned=True) for _ in range(2)]
+        for use in (ALONE, LEVELS)
+    }
+    waits = {}
+    for use, ((text, found), (again, same)) in runs.items():
+        assert text == again == plain
+        assert [(r.drafted, r.chained) for r in found] == [(r.drafted, r.chained) for r in same]
+        waits[use] = sum(r.draft_passes - r.chained for r in found)
+    assert waits[ALONE] < waits[LEVELS] == sum(r.draft_passes for r in runs[LEVELS][0][1])
+
+
 def test_what_was_drafted_meanwhile_is_dropped_where_the_text_turns() -> None:
     """Another text, a step back, another sampler between two steps: the text is the one without drafts."""
     model, other = hybrid("mistral", recipe=CLOSE), Sampling(temperature=0.5, seed=9)

@@ -328,12 +328,15 @@ void tbg_start(pass *p, const int32_t *tokens)
     int32_t *ids = w->meta->host, *positions = ids + w->tokens, *slots = positions + w->tokens, *path = slots + w->tokens;
     float *angles = (float *)(void *)(path + TBG_AHEAD * TBG_AHEAD);
     const tb_model *m = p->m;
-    for (int t = 0; t < p->n; t++) {
-        ids[t] = tokens ? tokens[t] : 0;
-        positions[t] = p->position + depth_of(p, t);
-        slots[t] = p->position + slot_of(p, t);
-        for (int d = 0; p->tree && d <= p->tree->depth[t]; d++)
-            path[t * TBG_AHEAD + d] = p->tree->path[t][d];
+    p->angles = p->n;
+    for (int t = 0; t < p->n + p->more; t++) {
+        positions[t] = t < p->n ? p->position + depth_of(p, t) : positions[t - 1] + 1;
+        if (t < p->n) {
+            ids[t] = tokens ? tokens[t] : 0;
+            slots[t] = p->position + slot_of(p, t);
+            for (int d = 0; p->tree && d <= p->tree->depth[t]; d++)
+                path[t * TBG_AHEAD + d] = p->tree->path[t][d];
+        }
         float *a = angles + (size_t)t * 2 * (size_t)m->rope_half;
         for (int r = 0; r < m->d.n_ropes; r++) {
             const tb_rope *rope = &m->ropes[r];
@@ -352,15 +355,20 @@ void tbg_start(pass *p, const int32_t *tokens)
     write_to(p, w->slots, slots, (size_t)p->n * sizeof *ids);
     if (p->tree)
         write_to(p, w->path, path, (size_t)p->n * TBG_AHEAD * sizeof *path);
-    write_to(p, w->angles, angles, (size_t)p->n * 2 * (size_t)m->rope_half * sizeof *angles);
+    write_to(p, w->angles, angles, (size_t)(p->n + p->more) * 2 * (size_t)m->rope_half * sizeof *angles);
+    tbg_embed(p);
+}
 
+void tbg_embed(pass *p)
+{
+    const tb_model *m = p->m;
     const tb_matrix *head = &m->d.head;
     const tbg_layer *at = &p->gm->layers[m->d.n_layers];
     const bool tied = !m->d.embedding_codes, full = head->residual_bits != 0;
     const tbg_params q = {.m = p->n, .n = m->d.hidden, .flags = tied ? TBG_TIED | (full ? TBG_TIED_FULL : 0) : 0, .scale = m->d.embedding_scale,
                           .first = m->d.n_layers * TBG_PARTS, .kind = 256 * head->draft_bits + head->residual_bits};
     tbg_buffer *const b[TBG_BUFFERS] = {p->gm->embedding_codes, p->gm->embedding_scales, at->draft, p->gm->table,
-                                        at->residual ? at->residual : p->gm->tied_residual, NULL, w->ids, w->x};
+                                        at->residual ? at->residual : p->gm->tied_residual, NULL, p->w->ids, p->w->x};
     tbg_go(p, TBG_K_embed, (m->d.hidden + 63) / 64, p->n, 1, &q, b);
     /* what the kernel reads of rows that lie in RAM */
     if (!tied)
@@ -492,11 +500,14 @@ static void run_head(pass *p, int32_t which, float *logits)
             tbg_seek(p, t, m);
         else
             tbg_read_from(p, p->w->logits, 0, to, (size_t)m * vocab * sizeof *to);
+        if (p->more)
+            continue;
         tbg_mark(p, p->queue, TBG_OTHER);
         tbg_wait_for(p, TBG_OTHER);
         if (sparse)
             tbg_gather(p, m, to);
     }
+    p->listed = false;
 }
 
 /* --- a pass --- */
@@ -522,6 +533,20 @@ static int finish(pass *p, char *err, size_t err_n)
     return tb_fail_not_finite(flag, p->position, p->n, err, err_n);
 }
 
+static void run_pass(pass *p, int32_t which, float *logits)
+{
+    for (int i = 0; i < p->m->d.n_layers && !p->code; i++) {
+        if (atomic_load_explicit(&p->s->abort, memory_order_relaxed))
+            p->code = TB_EABORT;
+        else
+            tbg_run_layer(p, i);
+    }
+    if (which != TB_LOGITS_NONE) {
+        tbg_last_norm(p);
+        run_head(p, which, logits ? logits : p->s->s.logits);
+    }
+}
+
 int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, const tb_tree *tree, int32_t which, float *logits,
                 char *err, size_t err_n)
 {
@@ -529,8 +554,10 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     const tb_model *m = s->m;
     const tbg_model *gm = m->gpu;
     pass p = {.s = s, .h = h, .m = m, .gm = gm, .g = gm->g, .op = op, .n = n, .position = position, .tree = tree, .queue = TBG_COMPUTE, .w = &h->work,
+              .more = op == TB_DRAFT ? s->ranked.more : 0,
               .phase = op == TB_DRAFT ? TB_BUS_DRAFT : which == TB_LOGITS_ALL && !logits ? TB_BUS_VERIFY : TB_BUS_PREFILL};
     overlap aside;
+    tb_tree below;
     tbg_lock(p.g);
     const double began = tb_clock();
     p.stream = op == TB_VERIFY && tbg_stream_pays(s, n);
@@ -541,15 +568,10 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     tbg_start(&p, tokens);
     if (p.stream)
         bring_next(&p, 0, -1);
-    for (int i = 0; i < m->d.n_layers && !p.code; i++) {
-        if (atomic_load_explicit(&s->abort, memory_order_relaxed))
-            p.code = TB_EABORT;
-        else
-            tbg_run_layer(&p, i);
-    }
-    if (which != TB_LOGITS_NONE) {
-        tbg_last_norm(&p);
-        run_head(&p, which, logits ? logits : s->s.logits);
+    run_pass(&p, which, logits);
+    while (p.more && !p.code) {
+        tbg_follow(&p, &below);
+        run_pass(&p, which, logits);
     }
     if (p.cpu_s > 0 && n >= 16)
         h->cpu_token_s = h->cpu_token_s > 0 ? 0.7 * h->cpu_token_s + 0.3 * p.cpu_s / n : p.cpu_s / n;
@@ -557,7 +579,7 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     if (!code && p.overlap)
         tbg_overlap_end(&aside);
     if (!code && op == TB_DRAFT && n == 1)
-        h->draft_layer_s = (tb_clock() - began) / (m->d.n_layers + 1);
+        h->draft_layer_s = (tb_clock() - began) / ((m->d.n_layers + 1) * (p.link + 1));
     tbg_unlock(p.g);
     return code;
 }

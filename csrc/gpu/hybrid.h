@@ -41,6 +41,8 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
                 char *err, size_t err_n);
 /* Tokens of the next pass of a prompt, of which at most n: a few first, where the CPU's speed is not known yet. */
 int32_t tbg_next_chunk(const tb_session *s, int32_t n);
+/* Whether the device can tell what the sampler would draw from given logits, so that a draft needs the host at its end only. */
+bool tbg_ranks(const tb_session *s);
 void tbg_compact(tb_session *s, int32_t position, const int32_t *slots, int32_t n);
 /* A layer's cache here, as a session without device has it, and with `store` back to the device; between the two s->caches[layer] holds
  * it. The device keeps its line about a failure. */

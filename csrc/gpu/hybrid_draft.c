@@ -13,6 +13,8 @@ static bool unfiltered(const tb_sampling *o, int vocab)
     return !o->n_bias && !penalties && (o->temperature == 0 || ((o->top_k == 0 || o->top_k >= vocab) && o->top_p == 1 && o->min_p == 0));
 }
 
+bool tbg_ranks(const tb_session *s) { return unfiltered(s->sampling, s->m->d.vocab); }
+
 bool tbg_short_head(pass *p)
 {
     return p->s->head.n_runs && !p->code && tbg_list_head(p->s) == TB_OK;     /* without it all rows are computed */
@@ -24,9 +26,10 @@ void tbg_seek(pass *p, int t, int m)
 {
     const tb_sampling *o = p->s->sampling;
     const int vocab = p->m->d.vocab, spans = (vocab + TBG_SPAN - 1) / TBG_SPAN, n = m * found_size(p);
-    const bool ranked = unfiltered(o, vocab);
+    const bool ranked = tbg_ranks(p->s);
     int32_t *found = p->w->found->host;
-    tbg_params q = {.m = m, .n = vocab, .token = t, .seed0 = (uint32_t)o->seed, .seed1 = (uint32_t)(o->seed >> 32), .count = p->s->ranked.want};
+    tbg_params q = {.m = m, .n = vocab, .token = t, .seed0 = (uint32_t)o->seed, .seed1 = (uint32_t)(o->seed >> 32), .count = p->s->ranked.want,
+                    .a = p->link * TBG_BEST * 2};
     for (int noisy = ranked && o->temperature > 0; noisy <= (o->temperature > 0); noisy++) {
         q.temperature = noisy ? o->temperature : 0;
         tbg_buffer *const b[TBG_BUFFERS] = {tbg_logits(p), p->w->best, p->w->positions};
@@ -37,8 +40,23 @@ void tbg_seek(pass *p, int t, int m)
     tbg_buffer *const b[TBG_BUFFERS] = {p->w->best, p->w->ranked, p->w->positions};
     if (ranked) {
         tbg_go(p, TBG_K_rank_tokens, m, 1, 1, &q, b);
-        tbg_read_from(p, p->w->ranked, 0, found, (size_t)m * TBG_BEST * 2 * sizeof *found);
+        if (!p->more)
+            tbg_read_from(p, p->w->ranked, 0, found, (size_t)(p->link + m) * TBG_BEST * 2 * sizeof *found);
     }
+}
+
+void tbg_follow(pass *p, tb_tree *below)
+{
+    const int last = p->n - 1;
+    const tbg_params q = {.m = last, .n = p->angles + p->link, .position = p->position, .angles = 2 * p->m->rope_half, .a = p->link * TBG_BEST * 2};
+    tbg_buffer *const b[TBG_BUFFERS] = {p->w->ranked, p->w->ids, p->w->positions, p->w->slots, p->w->path, p->w->angles};
+    tbg_go(p, TBG_K_next_token, 1, 1, 1, &q, b);
+    below->depth[0] = p->tree->depth[last] + 1;
+    p->tree = below;
+    p->n = 1;
+    p->link++;
+    p->more--;
+    tbg_embed(p);
 }
 
 void tbg_gather(pass *p, int m, float *logits)
@@ -47,11 +65,11 @@ void tbg_gather(pass *p, int m, float *logits)
     tb_ranked *r = &p->s->ranked;
     const int32_t *found = p->w->found->host;
     const size_t vocab = (size_t)p->m->d.vocab;
-    r->there = unfiltered(o, p->m->d.vocab);
+    r->there = tbg_ranks(p->s);
     if (p->code)
         return;
     if (r->there) {
-        for (int i = 0; i < m * TBG_BEST; i++) {
+        for (int i = 0; i < (p->link + m) * TBG_BEST; i++) {
             r->ids[i / TBG_BEST][i % TBG_BEST] = found[2 * i];
             memcpy(&r->confidence[i / TBG_BEST][i % TBG_BEST], &found[2 * i + 1], sizeof(float));
         }

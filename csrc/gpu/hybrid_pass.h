@@ -15,6 +15,7 @@ typedef struct pass {
     struct overlap *overlap;        /* a draft that goes on meanwhile; NULL: none */
     bool stream;
     bool listed;                    /* the head: only the rows of the short one */
+    int link, more, angles;         /* of a chain: passes before this one, and behind it; where the angles of these begin */
     int staged;                     /* the slot that holds, or gets, the planes of the next linear group */
     double cpu_s;
     tbg_work *w;
@@ -36,6 +37,8 @@ void tbg_mark(pass *p, int queue, int event);
 void tbg_wait_for(pass *p, int event);
 /* Ids, positions, slots and angles to the device, and the tokens' input rows. */
 void tbg_start(pass *p, const int32_t *tokens);
+/* The rows of the ids that the device has. */
+void tbg_embed(pass *p);
 void tbg_run_layer(pass *p, int i);
 void tbg_last_norm(pass *p);
 /* The head's product for m tokens from t on, to tbg_logits(p). */
@@ -46,11 +49,13 @@ void tbg_move(pass *p, int position, const int32_t *slots, int n);
 
 /* Whether the draft computes a part of the vocabulary only, which is then known to the device. */
 bool tbg_short_head(pass *p);
-/* What the sampler could draw for each of m tokens, on its way to the host: its choices, or the best of every span of logits without the
- * noise and with it. */
+/* What the sampler could draw for each of m tokens, on its way to the host: its choices, those of a chain with its last pass, or the best of
+ * every span of logits without the noise and with it. */
 void tbg_seek(pass *p, int t, int m);
 /* It has come: choices into s->ranked, or candidates among `logits`, the others -inf. */
 void tbg_gather(pass *p, int m, float *logits);
+/* Begins the next pass of a chain, whose place in the tree `below` then holds. */
+void tbg_follow(pass *p, tb_tree *below);
 
 /* Gives copies of the draft's slots to a draft that goes on in v. */
 void tbg_overlap_begin(overlap *o, pass *v, tb_overlap *of);

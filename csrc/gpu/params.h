@@ -14,7 +14,7 @@ typedef struct tbg_params {
     int rope, rope_skip, angles;    /* half of the rotated dimensions, floats before its angles, floats of angles per token */
     int chunk, chunks, token;       /* attention: first chunk, how many, first token */
     int activation, w0, w1;         /* norm weights, in floats; -1: none */
-    int x, a;                       /* offsets of regions, in floats */
+    int x, a;                       /* offsets of regions, in floats or ints */
     unsigned int seed0, seed1;
     float eps, scale, softcap, temperature;
 } tbg_params;
@@ -45,6 +45,6 @@ enum { TBG_CHUNK = 512, TBG_SPAN = 1024, TBG_BEST = 4, TBG_FOUND = 5, TBG_HEAD_M
     X(residual4_t1, 64) X(residual4_t8, 64) X(residual6_t1, 64) X(residual6_t8, 64) X(residual8_t1, 64) X(residual8_t8, 64)
 #define TBG_OTHER_KERNELS(X) \
     X(embed, 64) X(norm_step, 256) X(round_acts, 64) X(sum_parts, 64) X(place_heads, 64) X(attend_chunk, 128) X(attend_join, 64) \
-    X(move_slots, 64) X(cap_logits, 64) X(top_logits, 128) X(rank_tokens, 64)
+    X(move_slots, 64) X(next_token, 64) X(cap_logits, 64) X(top_logits, 128) X(rank_tokens, 64)
 #define TBG_KERNELS(X) TBG_PRODUCT_KERNELS(X) TBG_OTHER_KERNELS(X)
 #endif

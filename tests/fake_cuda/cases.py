@@ -19,7 +19,7 @@ from twobit.runtime.device import Device, DeviceMissing, place
 from twobit.runtime.lib import call, lib
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
-from twobit.runtime.session import Session, StepOptions
+from twobit.runtime.session import Session, StepOptions, Use
 
 CASE, MODEL = sys.argv[1], Path(sys.argv[2])
 SAMPLING = Sampling(temperature=0.8, seed=7)
@@ -56,7 +56,7 @@ def results(kind: str, layers: int) -> list[object]:
         logits = session.eval(PROMPT * 3, every=True, chunk=16)
         assert logits is not None
         found.append(logits.tobytes())
-    for options in (StepOptions(draft_max=0), *DRAFTS, StepOptions(draft_max=16)):
+    for options in (StepOptions(draft_max=0), *DRAFTS, FULL, StepOptions(draft_max=16)):
         session, history = Session(model, 256, 2), list(PROMPT)
         session.sync(history[:-1])
         while len(history) < 40:
@@ -70,6 +70,25 @@ def bits() -> None:
     for layers in (0, 1, 99):
         assert results("cuda", layers) == results("plain", layers), f"{layers} layers"
     nothing_left()
+
+
+def waits() -> None:
+    """A chain of passes is waited for once: for what it found, and for the end of its work."""
+    assert FAKE is not None
+    FAKE.fake_waits.restype = ctypes.c_long
+    counts, model = [], model_on(Device("cuda"))
+    for use in (Use.ALL & ~Use.OVERLAP, Use.ALL & ~Use.OVERLAP & ~Use.CHAIN):
+        session, history, chained = Session(model, 256, 1), list(PROMPT), 0
+        session.sync(history[:-1])
+        before = FAKE.fake_waits()
+        while len(history) < 40:
+            step = session.step(history, SAMPLING, StepOptions(draft_max=6, draft_fixed=True, use=use))
+            history += step.tokens
+            chained += step.chained
+        counts.append((history, FAKE.fake_waits() - before, chained))
+    assert counts[0][0] == counts[1][0]
+    assert counts[0][2] > 0 == counts[1][2]
+    assert counts[1][1] - counts[0][1] == 2 * counts[0][2]
 
 
 def opens() -> None:
@@ -196,4 +215,4 @@ def finite() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    {f.__name__: f for f in (bits, opens, refuses, lost, memory, finite)}[CASE]()
+    {f.__name__: f for f in (bits, waits, opens, refuses, lost, memory, finite)}[CASE]()

@@ -47,7 +47,7 @@ static event events[EVENTS];
 static struct { char *at; size_t bytes; int host; } blocks[BLOCKS];
 static size_t used, memory = (size_t)1 << 34, room = (size_t)1 << 34;
 static int lost, live_contexts, major = 8, minor = 6, devices = 1, fail_code, executed_kernels[64];
-static long fail_in;
+static long fail_in, waits;
 static char fail_name[64];
 
 static void die(const char *what)
@@ -74,6 +74,7 @@ void fake_fail(const char *name, long n, int code)
 void fake_recover(void) { lost = 0; fail_in = 0; }
 void fake_room(size_t bytes) { room = bytes; }
 int fake_lost(void) { return lost; }
+long fake_waits(void) { return waits; }     /* of the caller, for an event or a stream */
 int fake_ran(int kernel) { return executed_kernels[kernel]; }
 
 /* What is alive: memory, streams, events, contexts. */
@@ -287,7 +288,7 @@ int cuStreamDestroy_v2(void *s)
     return lost;
 }
 
-int cuStreamSynchronize(void *s) { CALL("cuStreamSynchronize"); run_until((int)((size_t)s - 1), streams[(size_t)s - 1].queued); return lost; }
+int cuStreamSynchronize(void *s) { CALL("cuStreamSynchronize"); waits++; run_until((int)((size_t)s - 1), streams[(size_t)s - 1].queued); return lost; }
 
 int cuStreamWaitEvent(void *s, void *e, unsigned flags)
 {
@@ -321,7 +322,7 @@ int cuEventRecord(void *e, void *s)
     return 0;
 }
 
-int cuEventSynchronize(void *e) { CALL("cuEventSynchronize"); const event *found = event_of(e); run_until(found->stream, found->at); return lost; }
+int cuEventSynchronize(void *e) { CALL("cuEventSynchronize"); waits++; const event *found = event_of(e); run_until(found->stream, found->at); return lost; }
 
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **arguments,
                    void **extra)

@@ -237,6 +237,7 @@ def _shares(accepted: list[int], drafted: list[int]) -> str:
 def _details(done: Result, model: Any, session: Any, device: str, load_s: float) -> list[str]:
     """The table of --stats."""
     tokens = max(len(done.token_ids), 1)
+    chained = f", {done.chained} of them chained on the device" if done.chained else ""
     rows = [
         ("machine", f"{device}, kernels {model.level}, {session.threads} threads"),
         ("memory", f"{peak_memory() / 1e6:.0f} MB at most"),
@@ -246,7 +247,7 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
             f"load {load_s:.2f}, prompt {done.prefill_s:.2f}, decode {done.decode_s:.2f} "
             f"(draft {done.draft_s:.2f}, verify {done.verify_s:.2f}, sample {done.sample_s:.2f})",
         ),
-        ("steps", f"{done.steps}, {done.tokens_per_step:.2f} tokens each; {done.draft_passes} draft passes"),
+        ("steps", f"{done.steps}, {done.tokens_per_step:.2f} tokens each; {done.draft_passes} draft passes{chained}"),
         ("proposed", f"{done.drafted} tokens, {done.accepted} accepted"),
         ("weights", f"{done.weight_bytes / tokens / 1e6:.1f} MB read per token, {done.read_gb_s:.1f} GB/s"),
     ]

@@ -50,10 +50,10 @@ class Result:
     token and those that spell the stop string included. finish_reason: "eos", "stop", "length" (token budget or context
     used up) or "interrupted". Times in seconds; `prefill_tokens` were evaluated before the first step. accepted counts
     the drafted tokens among token_ids; by depth: how many steps drafted / accepted a first, second, ... token; by kind
-    of proposal: drafted and accepted tokens. overlapped: passes that drafted while the CPU verified, and of drafted and
-    of accepted tokens those that came from them. weight_bytes: read while decoding. logprobs: per token of token_ids
-    its log probability under the model alone, and top_logprobs the likeliest tokens with theirs; empty unless asked
-    for.
+    of proposal: drafted and accepted tokens. chained: of draft_passes, those that a device started without the host;
+    overlapped: passes that drafted while the CPU verified, and of drafted and of accepted tokens those that came from
+    them. weight_bytes: read while decoding. logprobs: per token of token_ids its log probability under the model alone,
+    and top_logprobs the likeliest tokens with theirs; empty unless asked for.
     """
 
     text: str
@@ -73,6 +73,7 @@ class Result:
     accepted_by_depth: list[int]
     by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
     draft_passes: int = 0
+    chained: int = 0
     overlapped: tuple[int, int, int] = (0, 0, 0)
     weight_bytes: float = 0.0
     logprobs: list[float] = field(default_factory=list)
@@ -120,10 +121,12 @@ class Result:
             ]
         }
 
-    def _overlapped_json(self) -> dict[str, Any]:
-        if not self.overlapped[0]:
-            return {}
-        return {"overlapped": dict(zip(("passes", "drafted", "accepted"), self.overlapped, strict=True))}
+    def _device_json(self) -> dict[str, Any]:
+        """What only a device brings, where it did."""
+        found: dict[str, Any] = {"chained": self.chained} if self.chained else {}
+        if self.overlapped[0]:
+            found["overlapped"] = dict(zip(("passes", "drafted", "accepted"), self.overlapped, strict=True))
+        return found
 
     def _belief_json(self) -> dict[str, Any]:
         if self.belief is None:
@@ -163,7 +166,7 @@ class Result:
                 "drafted_by_depth": self.drafted_by_depth,
                 "by_kind": {kind: {"drafted": d, "accepted": a} for kind, (d, a) in self.by_kind.items()},
                 "draft_passes": self.draft_passes,
-                **self._overlapped_json(),
+                **self._device_json(),
                 "bytes_per_token": self.bytes_per_token,
                 "read_gb_s": self.read_gb_s,
                 **self._belief_json(),
@@ -226,6 +229,7 @@ class _Counts:
     accepted_by_depth: list[int] = field(default_factory=list)
 
     draft_passes: int = 0
+    chained: int = 0
     overlapped: tuple[int, int, int] = (0, 0, 0)
     weight_bytes: float = 0.0
     by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -242,6 +246,7 @@ class _Counts:
         self.drafted += step.drafted
         self.accepted += accepted
         self.draft_passes += step.draft_passes
+        self.chained += step.chained
         passes, early, good = self.overlapped
         self.overlapped = (
             passes + step.overlapped_passes,
@@ -354,6 +359,7 @@ def generate(
         accepted_by_depth=counts.accepted_by_depth,
         by_kind=counts.by_kind,
         draft_passes=counts.draft_passes,
+        chained=counts.chained,
         overlapped=counts.overlapped,
         weight_bytes=counts.weight_bytes,
         logprobs=counts.logprobs,

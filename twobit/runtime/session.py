@@ -30,6 +30,7 @@ class Use(IntFlag):
     TREE = int(lib.TB_USE_TREE)  # several continuations at once
     SHORT_HEAD = int(lib.TB_USE_SHORT_HEAD)  # the draft computes the logits of a part of the vocabulary
     OVERLAP = int(lib.TB_USE_OVERLAP)  # hybrid: the draft goes on while the CPU verifies
+    CHAIN = int(lib.TB_USE_CHAIN)  # hybrid: draft passes that the device starts from what it has found itself
     ALL = int(lib.TB_USE_ALL)
 
 
@@ -56,10 +57,11 @@ class StepResult:
     """Tokens emitted in order (1 or more), what was proposed for them, and where the time went.
 
     drafted: tokens proposed and verified; accepted: those of them emitted; depth: the longest path proposed. By kind of
-    proposal, as in KINDS. draft_passes over draft_tokens tokens; overlapped_passes ran while the step verified; early:
-    how many of `drafted` came from such passes of the step before, early_accepted: of `accepted`. bytes: of weights
-    read. logprobs: per emitted token its natural log probability under the model alone, before bias, penalties and
-    temperature; top_logprobs: the likeliest tokens with theirs; both empty unless asked for.
+    proposal, as in KINDS. draft_passes over draft_tokens tokens, `chained` of them started without waiting for the one
+    before; overlapped_passes ran while the step verified; early: how many of `drafted` came from such passes of the
+    step before, early_accepted: of `accepted`. bytes: of weights read. logprobs: per emitted token its natural log
+    probability under the model alone, before bias, penalties and temperature; top_logprobs: the likeliest tokens with
+    theirs; both empty unless asked for.
     """
 
     tokens: list[int]
@@ -74,6 +76,7 @@ class StepResult:
     accepted_by_kind: list[int]
     draft_passes: int
     draft_tokens: int
+    chained: int
     overlapped_passes: int
     early: int
     early_accepted: int
@@ -191,6 +194,7 @@ class Session:
             accepted_by_kind=list(r.accepted_by_kind),
             draft_passes=r.draft_passes,
             draft_tokens=r.draft_tokens,
+            chained=r.chained,
             overlapped_passes=r.overlapped_passes,
             early=r.early,
             early_accepted=r.early_accepted,
