@@ -5,6 +5,7 @@
 #include "belief.h"
 
 enum { SLOPE_PRIOR = 8, SLOPE_MEMORY = 400 };    /* as weights of a slope */
+enum { FIRST_WAIT = 8, LAST_WAIT = 256 };         /* steps before the other precision is tried */
 
 static void follow(double *mean, double seen, double weight) { *mean = *mean > 0 ? *mean + weight * (seen - *mean) : seen; }
 
@@ -24,6 +25,48 @@ static int32_t bin_of(const float *edges, float confidence)
 int32_t tb_belief_draft_bin(float confidence) { return bin_of(draft_edges, confidence); }
 int32_t tb_belief_sibling_bin(float confidence) { return bin_of(sibling_edges, confidence); }
 
+/* --- two precisions --- */
+
+#define DRAFTER(X) \
+    X(draft, draft) X(chained, chained) X(overlap, overlap) X(draft_slope, draft_slope) X(accept[TB_KIND_DRAFT], accept) \
+    X(hit[TB_KIND_DRAFT], hit) X(hoped[TB_KIND_DRAFT], hoped) X(often, often) X(best, best) X(promise, promise)
+
+_Static_assert(TB_KIND_SIBLING == TB_KIND_DRAFT + 1, "a tb_drafter's two kinds are one piece of tb_belief's");
+
+static void swap(void *a, void *b, size_t n)
+{
+    for (unsigned char *x = a, *y = b, t; n--; x++, y++) {
+        t = *x;
+        *x = *y;
+        *y = t;
+    }
+}
+
+/* Before it was seen the draft at full precision is as good as the other, and costs what its bytes say. */
+static void assume_other(tb_belief *b)
+{
+#define COPY(mine, its) memcpy(&b->other.its, &b->mine, sizeof b->other.its);
+    DRAFTER(COPY)
+    for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
+        b->other.draft[m] = (tb_mean){b->dearer * b->draft[m].mean, b->pinned ? b->draft[m].weight : fmin(b->draft[m].weight, 1)};
+    for (int32_t i = 0; i < TB_BINS; i++)
+        for (int32_t k = 0; k < 2; k++)
+            b->other.accept[k][i].weight = fmin(b->other.accept[k][i].weight, 4);
+    b->other.draft_slope.mean *= b->dearer;
+    b->other.overlap.mean *= b->dearer;
+}
+
+void tb_belief_use(tb_belief *b, bool full)
+{
+#define SWAP(mine, its) swap(&b->mine, &b->other.its, sizeof b->other.its);
+    if (b->full == full)
+        return;
+    if (b->other.best <= 0)
+        assume_other(b);
+    DRAFTER(SWAP)
+    b->full = full;
+}
+
 /* A text that is copied teaches within a step or two that it is; one that is not must not pay for the hope. */
 void tb_belief_new_text(tb_belief *b)
 {
@@ -32,6 +75,8 @@ void tb_belief_new_text(tb_belief *b)
         b->accept[TB_KIND_LOOKUP][i] = (tb_mean){lookup[i], 4};
     for (int32_t kind = 0; kind < TB_KINDS; kind++)
         b->hit[kind] = b->hoped[kind] = 0.5;
+    for (int32_t k = 0; k < 2; k++)
+        b->other.hit[k] = b->other.hoped[k] = 0.5;
 }
 
 /* What is assumed before anything was seen; a few observations outweigh it. */
@@ -58,6 +103,7 @@ void tb_belief_init(tb_belief *b)
     b->verify_slope = (tb_mean){0.15, SLOPE_PRIOR};
     b->tokens = b->cost = 4;
     b->patience = 16;
+    b->wait = FIRST_WAIT;
 }
 
 void tb_belief_learn_mean(tb_mean *m, double seen)
@@ -86,6 +132,8 @@ void tb_belief_learn(tb_belief *b, int32_t kind, int32_t bin, bool accepted)
 
 void tb_belief_pin(tb_belief *b, const double *draft, const double *verify)
 {
+    tb_belief_use(b, false);
+    b->other.best = 0;
     b->pinned = true;
     b->chained = (tb_mean){0.8, 1e12};
     b->overlap = (tb_mean){0.1 * draft[1], 1e12};
@@ -201,15 +249,45 @@ static void look_ahead(tb_belief *b, double rate)
             }
 }
 
-/* What drafting alone promises. What a passage brought that could be looked up says nothing about what time is worth in this one.
- * Where drafting has lost time so far, it must promise more. */
-double tb_belief_rate(tb_belief *b)
+static void improve_best(tb_belief *b)
 {
     for (int32_t i = b->steps ? 1 : 8; i > 0; i--) {
         look_ahead(b, b->best);
         b->best += 0.3 * (1 - b->best + tb_belief_worth(b, TB_AFTER_HIT, 1, 1, b->best, b->draft[1].mean));
         b->best = b->best < 1 ? 1 : b->best > 8 ? 8 : b->best;
     }
+}
+
+void tb_belief_choose(tb_belief *b)
+{
+    if (b->dearer <= 1 || b->steps < 2)
+        return;
+    improve_best(b);
+    tb_belief_learn_mean(&b->promise, b->best);
+    if (b->trial > 0) {
+        if (--b->trial > 0)
+            return;
+        if (b->promise.mean >= b->other.promise.mean)
+            b->wait = FIRST_WAIT;
+        else
+            tb_belief_use(b, !b->full);
+    } else if (b->other.promise.mean > 1.05 * b->promise.mean) {
+        b->since = 0;
+        tb_belief_use(b, !b->full);
+    } else if (++b->since > b->wait) {
+        b->since = 0;
+        b->wait = b->wait < LAST_WAIT ? 2 * b->wait : LAST_WAIT;
+        b->trial = TB_TRIAL;
+        tb_belief_use(b, !b->full);
+        b->promise.weight = 0;
+    }
+}
+
+/* What drafting alone promises. What a passage brought that could be looked up says nothing about what time is worth in this one.
+ * Where drafting has lost time so far, it must promise more. */
+double tb_belief_rate(tb_belief *b)
+{
+    improve_best(b);
     double lost = b->spent - b->total - 0.5;
     return b->best * (lost > 0 ? 1 + fmin(0.2 * lost, 1) : 1);
 }

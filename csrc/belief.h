@@ -11,11 +11,17 @@
 /* Where a draft pass stands: behind the root after a step whose draft was wrong or not asked, or right; behind a draft's own token that it
  * was little sure of, or sure. */
 enum { TB_AFTER_MISS = 0, TB_AFTER_HIT = 1, TB_BEHIND_GUESS = 2, TB_BEHIND_SURE = 3, TB_CONTEXTS = 4 };
-enum { TB_AHEAD = 8, TB_GRID = 16 };
+enum { TB_AHEAD = 8, TB_GRID = 16, TB_TRIAL = 6 };      /* TRIAL: steps */
 
 typedef struct tb_mean {
     double mean, weight;                    /* weight: how much was seen, the prior included */
 } tb_mean;
+
+/* What is known of the draft at the precision that is not in use: as in tb_belief, accept, hit and hoped of its two kinds. */
+typedef struct tb_drafter {
+    tb_mean draft[TB_MAX_DRAFT + 1], chained, overlap, draft_slope, accept[2][TB_BINS], promise;
+    double hit[2], hoped[2], often[TB_CONTEXTS][TB_BINS], best;
+} tb_drafter;
 
 typedef struct tb_belief {
     double plain_s;                         /* seconds of verifying one token, as of late; 0: not seen yet */
@@ -31,12 +37,17 @@ typedef struct tb_belief {
     double likely[TB_BINS];                 /* chances of the draft's first choice by bin, for this step */
     double worth[TB_CONTEXTS][TB_AHEAD + 1][TB_GRID + 1];   /* see tb_belief_worth */
     double best;                            /* tokens per plain step that drafting alone promises */
+    tb_mean promise;                        /* the same over some steps */
     double tokens, cost;                    /* decaying sums of the last steps */
     double total;                           /* tokens so far */
     double spent;                           /* cost of all steps so far */
     bool missed;                            /* the draft was wrong about the last token */
     bool pinned;                            /* costs were given and stay */
     int64_t steps, idle, patience;          /* idle: steps since the last draft; patience: how many before looking again */
+    bool full;                              /* layers that have their residual on the device draft with it */
+    double dearer;                          /* so many times the bytes of a pass are read then; not above 1: there are no such layers */
+    int64_t trial, since, wait;             /* steps of a trial of the other precision that are left; since the last one; how many before the next */
+    tb_drafter other;
 } tb_belief;
 
 typedef struct tb_pass_time {
@@ -52,6 +63,9 @@ double tb_belief_draft(const tb_belief *b, int32_t m);
 /* Tokens per plain step that the time now spent could bring elsewhere: what more drafting has to beat. Comes first in a step: what
  * follows builds on what it finds. */
 double tb_belief_rate(tb_belief *b);
+/* Which precision to draft at, for the step that comes: the one that promises more, now and then the other for a few steps. Before the rate. */
+void tb_belief_choose(tb_belief *b);
+void tb_belief_use(tb_belief *b, bool full);
 int32_t tb_belief_context(int32_t bin);
 /* Tokens that drafting from here on brings, less what it costs at this rate: a first pass that costs `draft`, then as long as each next one
  * pays; behind a path of chance c, m tokens to verify so far. */

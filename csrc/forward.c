@@ -430,19 +430,21 @@ static double bytes_of(const tb_matrix *w, int32_t op, int32_t blocks)
     return row * blocks;
 }
 
-static double bytes_read(const pass *p, int32_t which)
+/* `full`: a draft whose layers compute with the residual where the device has it. */
+static double bytes_read(const pass *p, int32_t which, bool full)
 {
     double bytes = 0;
+    const tbg_layer *at = full ? p->m->gpu->layers : NULL;
     for (int32_t i = 0; i < p->m->d.n_layers; i++) {
         const tb_layer *l = &p->m->layers[i];
         const tb_matrix *w[] = {&l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down};
         for (size_t j = 0; j < sizeof w / sizeof *w; j++)
-            bytes += w[j]->rows ? bytes_of(w[j], p->op, (w[j]->rows + 15) / 16) : 0;
+            bytes += w[j]->rows ? bytes_of(w[j], at && at[i].residual ? TB_VERIFY : p->op, (w[j]->rows + 15) / 16) : 0;
     }
     int32_t blocks = (p->m->d.vocab + 15) / 16;
     for (int32_t i = 0; p->rows && i < p->rows->n_runs; i++)
         blocks = (i ? blocks : 0) + p->rows->runs[i][1] - p->rows->runs[i][0];
-    return bytes + (which == TB_LOGITS_NONE ? 0 : bytes_of(&p->m->d.head, p->op, blocks));
+    return bytes + (which == TB_LOGITS_NONE ? 0 : bytes_of(&p->m->d.head, at && at[p->m->d.n_layers].residual ? TB_VERIFY : p->op, blocks));
 }
 
 int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int32_t position, const tb_tree *tree, int32_t which,
@@ -460,7 +462,7 @@ int tb_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int3
     for (int32_t t = 0; t < n; t++)
         if (position + slot_of(&p, t) + more >= s->high)
             s->high = position + slot_of(&p, t) + more + 1;
-    s->bytes_read += (1 + more) * bytes_read(&p, which);
+    s->bytes_read += (1 + more) * bytes_read(&p, which, op == TB_DRAFT && logits && logits == s->draft_logits && s->belief.full);
     if (s->gpu)
         return tbg_forward(s, op, tokens, n, position, tree, which, logits, err, err_n);
     by_token(&p, embed);

@@ -13,6 +13,7 @@
 /* The part of a step's tree below the last token that it emitted, with its keys in a draft's slots. */
 struct tb_kept {
     int32_t n_nodes, n_slots;
+    bool full;                      /* drafted at full precision */
     node nodes[POOL];
 };
 
@@ -96,6 +97,7 @@ void tb_overlap_keep(plan *p, const tb_step_result *r)
         return;
     struct tb_kept *k = s->kept;
     k->n_nodes = 0;
+    k->full = s->belief.full;
     int32_t node_in[TB_ASIDE];                      /* by slot */
     for (int32_t i = 0; i < TB_ASIDE; i++)
         node_in[i] = -1;
@@ -129,7 +131,7 @@ void tb_overlap_take(plan *p)
 {
     const struct tb_kept *k = p->s->kept;
     const int32_t token = p->nodes[0].token;
-    if (!p->s->kept_at || p->s->kept_at != p->n || k->nodes[0].token != token)
+    if (!p->s->kept_at || p->s->kept_at != p->n || k->nodes[0].token != token || k->full != p->s->belief.full)
         return;
     memcpy(p->nodes, k->nodes, (size_t)k->n_nodes * sizeof *k->nodes);
     for (int32_t kind = 0; kind < TB_KINDS; kind++)

@@ -358,6 +358,8 @@ static int32_t forced_drafts(tb_belief *b)
 {
     if (b->idle == b->steps)                        /* never so far: now the cost that everything hangs on */
         return 1;
+    if (b->trial == TB_TRIAL)
+        return 1;
     if (b->idle < b->patience)
         return 0;
     b->patience = b->patience < 256 ? 2 * b->patience : 256;
@@ -373,6 +375,10 @@ static void propose(plan *p)
         p->most = 0;
         return;
     }
+    if (p->o->draft_full || p->o->draft_fixed)
+        tb_belief_use(b, p->o->draft_full > 0 && b->dearer > 1);
+    else
+        tb_belief_choose(b);
     tb_overlap_take(p);
     if (p->o->draft_fixed == 1) {
         propose_chain(p);
@@ -598,6 +604,7 @@ int tb_session_step(tb_session *s, const int32_t *history, int32_t n, const tb_s
         return code;
     r->verify_s = tb_clock() - t0;
     r->overlapped_passes = p.n_overlapped;
+    r->full = s->belief.full && r->draft_passes + p.n_overlapped > 0;
 
     t0 = tb_clock();
     code = accept(&p, r, slots, err, err_n);
@@ -626,6 +633,8 @@ void tb_session_belief(const tb_session *s, tb_belief_view *v)
     v->rate = b->tokens / b->cost;
     v->spent = b->spent;
     v->overlap = b->overlap.mean;
+    v->promise[b->full] = b->promise.mean;
+    v->promise[!b->full] = b->other.promise.mean;
     for (int32_t m = 1; m <= TB_MAX_DRAFT; m++)
         v->draft[m] = b->draft[m].weight > 0 ? tb_belief_draft(b, m) : 0;
     for (int32_t m = 1; m <= TB_MAX_DRAFT + 1; m++)

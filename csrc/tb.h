@@ -95,6 +95,7 @@ enum {
 typedef struct tb_step_options {
     int32_t draft_max;         /* most proposed tokens per step; 0: plain decoding */
     int32_t draft_fixed;       /* 0: as many as measured cost says; 1: a chain of draft_max from the 2-bit weights; 2: a tree of draft_max */
+    int32_t draft_full;        /* hybrid, layers with their residual on the device draft with it: 1 always, -1 never, 0 as cost says, of a fixed draft never */
     int32_t use;               /* TB_USE_ flags */
     int32_t draft_vocab;       /* rows of the short head, the vocabulary's first; 0: chosen from its size */
     int32_t budget;            /* emit at most this many tokens */
@@ -115,6 +116,7 @@ typedef struct tb_step_result {
     int32_t drafted_by_kind[4], accepted_by_kind[4];
     int32_t draft_passes, draft_tokens, chained;    /* chained: of draft_passes, without the host */
     int32_t overlapped_passes;          /* draft passes that ran while this step's tokens were verified */
+    int32_t full;                       /* 1: layers drafted with their residual */
     int32_t early, early_accepted;      /* of `drafted` and `accepted`: drafted while the step before was verified */
     int32_t hit_eos;
     double draft_s, verify_s, sample_s;
@@ -130,6 +132,7 @@ typedef struct tb_belief_view {
     double plain_s;            /* seconds of a plain step */
     double draft[64], verify[65];              /* [M]: a pass over M tokens */
     double overlap;            /* what a draft pass adds to the verification that it runs in */
+    double promise[2];         /* tokens per plain step of drafting alone, with 2 bits, and at full precision where the device has it; 0: not known */
     double rate;               /* tokens per plain step, as of late */
     double spent;              /* what all steps so far cost by these costs, in plain steps */
     double accept[4][16], seen[4][16];         /* chance that a proposal is accepted, by kind and confidence; how many were seen */

@@ -36,6 +36,7 @@ class FakeStep:
     draft_passes: int = 1
     chained: int = 0
     overlapped_passes: int = 0
+    full: bool = False
     early: int = 0
     early_accepted: int = 0
     bytes: float = 1e9

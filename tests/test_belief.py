@@ -34,21 +34,26 @@ class Text:
         self.lib.tb_belief_init(self.belief)
         self.rng = np.random.default_rng(5)
         self.often, self.right, self.draft, self.token = often / often.sum(), right, draft, token
+        self.full = 0
 
     def step(self, depth: int = 4) -> None:
         """Drafts a chain of `depth` and verifies it."""
         b, lib = self.belief, self.lib
+        lib.tb_belief_choose(b)
         lib.tb_belief_rate(b)
+        self.full += b.full
+        right = np.sqrt(self.right) if b.full else self.right
         context, good, depth = 1, 0, depth if b.steps else 0
         for at in range(depth):
             bin = int(self.rng.choice(BINS, p=self.often))
             lib.tb_belief_learn_often(b, context, bin)
             context = int(lib.tb_belief_context(bin))
             if good == at:  # what lies behind a wrong one is not judged
-                found = bool(self.rng.random() < self.right[bin])
+                found = bool(self.rng.random() < right[bin])
                 lib.tb_belief_learn(b, DRAFT, bin, found)
                 good += found
-        passes = self.ffi.new("tb_pass_time[]", [(1, 0, self.draft) for _ in range(depth)])
+        cost = self.draft * (b.dearer if b.full else 1)
+        passes = self.ffi.new("tb_pass_time[]", [(1, 0, cost) for _ in range(depth)])
         lib.tb_belief_learn_step(b, passes, depth, depth + 1, 1 + self.token * depth, 0, good + 1)
 
 
@@ -106,3 +111,25 @@ def test_what_a_chained_pass_costs_is_learned() -> None:
             passes = ffi.new("tb_pass_time[]", [(1, more, 0.1 * (1 + share * more))])
             lib.tb_belief_learn_step(b, passes, 1, 2 + more, 1 + 0.02 * (1 + more), 0, 2)
         assert low < b.chained.mean < high
+
+
+@pytest.mark.parametrize(
+    "dearer,right,full",
+    [
+        (1.2, bins(low=0.2, high=0.6), True),  # worth it
+        (3.0, bins(low=0.2, high=0.6), False),
+        (2.0, bins(low=0.9, high=0.99), False),  # hardly better
+        (1.0, bins(low=0.2, high=0.6), False),  # there are no such layers
+    ],
+)
+def test_the_precision_is_the_one_that_pays(dearer: float, right: np.ndarray, full: bool) -> None:
+    """At full precision drafts are right with the square root of the chance. The other is tried now and then."""
+    text = Text(bins(low=1, high=1), right, draft=0.15)
+    text.belief.dearer = dearer
+    for _ in range(300):
+        text.step()
+    at_start, text.full = text.full, 0
+    for _ in range(300):
+        text.step()
+    assert text.full >= 270 if full else text.full <= 30
+    assert (at_start > 0) == (dearer > 1)

@@ -7,6 +7,7 @@ compared bit for bit in test_gpu_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -268,6 +269,69 @@ def test_the_cost_model_chains() -> None:
         assert [(r.drafted, r.chained) for r in found] == [(r.drafted, r.chained) for r in same]
         waits[use] = sum(r.draft_passes - r.chained for r in found)
     assert waits[ALONE] < waits[LEVELS] == sum(r.draft_passes for r in runs[LEVELS][0][1])
+
+
+QUICK = ("llama", "gemma2", "gemma4_text", "mistral", "olmo2", "qwen2-tied")
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=() if v in QUICK else pytest.mark.full) for v in DISTINCT])
+def test_ids_with_drafts_at_full_precision(variant: str) -> None:
+    """The text is the same, whatever layers draft with their residual; where all do, the draft is never wrong."""
+    tree, chain = StepOptions(draft_tree=True, draft_max=9), StepOptions(draft_fixed=True, draft_max=4)
+    for sampling in (GREEDY, NOISY):
+        plain, _ = steps(hybrid(variant), sampling, StepOptions(draft_max=0), 24)
+        for layers, options in ((1, tree), (99, chain)):
+            found, results = steps(hybrid(variant, layers=layers), sampling, replace(options, draft_full=True), 24)
+            assert found == plain, f"{layers} layers"
+            assert all(r.full for r in results)
+            if layers == 99:
+                assert all(r.accepted == r.drafted == 4 for r in results)
+
+
+def test_drafts_at_full_precision_with_filters_and_a_short_head() -> None:
+    for sampling in (SAMPLED, NOISY):
+        plain, _ = steps(hybrid("llama"), sampling, StepOptions(draft_max=0), 32)
+        for layers in (1, 99):
+            options = StepOptions(draft_full=True, draft_fixed=True, draft_max=4, draft_vocab=48)
+            found, results = steps(hybrid("llama", layers=layers), sampling, options, 32)
+            assert found == plain and sum(r.drafted for r in results) > 0
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_drafts_at_full_precision_on_a_device(kind: str) -> None:
+    plain, _ = steps(hybrid("llama", kind, layers=99), NOISY, StepOptions(draft_max=0), 20)
+    options = StepOptions(draft_full=True, draft_fixed=True, draft_max=4)
+    found, results = steps(hybrid("llama", kind, layers=99), NOISY, options, 20)
+    assert found == plain
+    assert all(r.accepted == r.drafted == 4 for r in results)
+
+
+def test_the_cost_model_chooses_the_precision() -> None:
+    """Drafts of 2 bits are mostly wrong here: where passes cost little, more of a right one is better; where they cost
+    much it is not; where no layer has its residual on the device there is no choice."""
+    for layers, costs, share in (
+        (99, [0.02, 0.022], (0.5, 1)),
+        (99, [0.4, 0.44], (0, 0.2)),
+        (0, [0.02, 0.022], (0, 0)),
+    ):
+        model = hybrid("llama", layers=layers)
+        plain, _ = steps(model, NOISY, StepOptions(draft_max=0), 160)
+        counts = []
+        for _ in range(2):
+            history, session, full, n = ids(12, 3), Session(model, 256, 1), 0, 0
+            session.pin_costs(costs, COSTS[1])
+            session.sync(history[:-1])
+            while len(history) < 172:
+                step = session.step(history, NOISY, StepOptions(draft_max=16))
+                history += step.tokens
+                full, n = full + step.full, n + 1
+            assert history[:172] == plain
+            counts.append((full, n, session.belief.promise))
+        assert counts[0] == counts[1]
+        assert share[0] * n <= full <= share[1] * n, counts
+        assert (counts[0][2][1] > 0) == (layers > 0)
+    options = StepOptions(draft_full=True, draft_fixed=True, draft_max=4)
+    assert not any(r.full for r in steps(hybrid("llama"), NOISY, options, 16)[1])
 
 
 def test_what_was_drafted_meanwhile_is_dropped_where_the_text_turns() -> None:

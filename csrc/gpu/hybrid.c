@@ -219,14 +219,17 @@ typedef struct linear {
     tbg_buffer *input, *y;
 } linear;
 
-static int act_kind(const pass *p, const tb_matrix *w) { return p->op == TB_DRAFT ? TB_ACT8 : w->wide ? TB_ACT16_WIDE : TB_ACT16; }
+/* Whether the 2-bit part of a layer is all that is computed. */
+static bool low(const pass *p, int layer) { return p->op == TB_DRAFT && !(p->full && p->gm->layers[layer].residual); }
+
+static int act_kind(const pass *p, int layer, const tb_matrix *w) { return low(p, layer) ? TB_ACT8 : w->wide ? TB_ACT16_WIDE : TB_ACT16; }
 
 static void round_inputs(pass *p, const linear *l)
 {
     bool done[TBG_KINDS] = {false, false, false};
     for (int i = 0; i < l->count; i++) {
         const tb_matrix *w = tbg_matrix(p->m, l->layer, l->first + i);
-        const int kind = act_kind(p, w), size = kind == TB_ACT16_WIDE ? 64 : 128;
+        const int kind = act_kind(p, l->layer, w), size = kind == TB_ACT16_WIDE ? 64 : 128;
         if (!w->rows || done[kind])
             continue;
         done[kind] = true;
@@ -243,11 +246,11 @@ static void multiply(pass *p, const linear *l, bool rest, tbg_buffer *planes, in
     const tbg_layer *place = &p->gm->layers[l->layer];
     for (int i = 0, n; i < l->count; i += n) {
         const tb_matrix *w = tbg_matrix(p->m, l->layer, l->first + i);
-        const int kind = act_kind(p, w), bits = rest ? w->residual_bits : w->draft_bits, many = l->m > 1;
+        const int kind = act_kind(p, l->layer, w), bits = rest ? w->residual_bits : w->draft_bits, many = l->m > 1;
         int blocks = 0;
         for (n = 0; i + n < l->count; n++) {
             const tb_matrix *v = tbg_matrix(p->m, l->layer, l->first + i + n);
-            if (v->rows && (act_kind(p, v) != kind || (rest ? v->residual_bits : v->draft_bits) != bits))
+            if (v->rows && (act_kind(p, l->layer, v) != kind || (rest ? v->residual_bits : v->draft_bits) != bits))
                 break;
             blocks += (v->rows + 15) / 16;
         }
@@ -271,7 +274,7 @@ static void run_linear(pass *p, const linear *l)
     const tbg_layer *place = &p->gm->layers[l->layer];
     tbg_session *h = p->h;
     round_inputs(p, l);
-    if (p->op == TB_DRAFT) {
+    if (low(p, l->layer)) {
         multiply(p, l, false, place->draft, 0, TBG_FINISH);
         return;
     }
@@ -554,7 +557,7 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     const tb_model *m = s->m;
     const tbg_model *gm = m->gpu;
     pass p = {.s = s, .h = h, .m = m, .gm = gm, .g = gm->g, .op = op, .n = n, .position = position, .tree = tree, .queue = TBG_COMPUTE, .w = &h->work,
-              .more = op == TB_DRAFT ? s->ranked.more : 0,
+              .more = op == TB_DRAFT ? s->ranked.more : 0, .full = op == TB_DRAFT && logits && logits == s->draft_logits && s->belief.full,
               .phase = op == TB_DRAFT ? TB_BUS_DRAFT : which == TB_LOGITS_ALL && !logits ? TB_BUS_VERIFY : TB_BUS_PREFILL};
     overlap aside;
     tb_tree below;
@@ -579,7 +582,7 @@ int tbg_forward(tb_session *s, int32_t op, const int32_t *tokens, int32_t n, int
     if (!code && p.overlap)
         tbg_overlap_end(&aside);
     if (!code && op == TB_DRAFT && n == 1)
-        h->draft_layer_s = (tb_clock() - began) / ((m->d.n_layers + 1) * (p.link + 1));
+        h->draft_layer_s[p.full] = (tb_clock() - began) / ((m->d.n_layers + 1) * (p.link + 1));
     tbg_unlock(p.g);
     return code;
 }

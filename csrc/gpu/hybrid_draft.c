@@ -96,6 +96,7 @@ void tbg_overlap_begin(overlap *o, pass *v, tb_overlap *of)
     o->p.phase = TB_BUS_DRAFT;
     o->p.tree = &o->tree;
     o->p.stream = false;
+    o->p.full = v->s->belief.full;
     o->of = of;
     o->layer = NOTHING;
     o->enough = false;
@@ -124,7 +125,7 @@ void tbg_overlap_go_on(pass *v, int place)
     if (!o || o->enough || v->code)
         return;
     const int layers = o->p.m->d.n_layers;
-    const double each = v->h->draft_layer_s, time = each > 0 ? v->h->group_s[place] / each - 0.4 : 0;   /* 0.4: the product of v itself */
+    const double each = v->h->draft_layer_s[o->p.full], time = each > 0 ? v->h->group_s[place] / each - 0.4 : 0;   /* 0.4: the product of v itself */
     o->credit = fmin(o->credit + (o->of->always ? 1 : time > 0 ? time : 0), layers + 1);
     while (o->credit >= 1 && !o->enough) {
         if (o->layer == NOTHING || o->layer == layers) {

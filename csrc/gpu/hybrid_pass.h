@@ -14,6 +14,7 @@ typedef struct pass {
     const tb_tree *tree;
     struct overlap *overlap;        /* a draft that goes on meanwhile; NULL: none */
     bool stream;
+    bool full;                      /* a draft: layers that have their residual on the device compute with it */
     bool listed;                    /* the head: only the rows of the short one */
     int link, more, angles;         /* of a chain: passes before this one, and behind it; where the angles of these begin */
     int staged;                     /* the slot that holds, or gets, the planes of the next linear group */

@@ -52,6 +52,12 @@ int tbg_session_new(tb_session *s, char *err, size_t n)
     }
     if (!h || !h->keys || !h->values)
         return tb_fail(err, n, TB_ENOMEM, "out of memory for a session");
+    double draft = 0, residual = 0;
+    for (size_t i = 0; i <= layers; i++) {
+        draft += (double)m->gpu->layers[i].draft->bytes;
+        residual += m->gpu->layers[i].residual ? (double)m->gpu->layers[i].residual->bytes : 0;
+    }
+    s->belief.dearer = (draft + residual) / draft;
     tbg_lock(g);
     bool whole = true;
     for (size_t i = 0; i < layers && whole; i++) {

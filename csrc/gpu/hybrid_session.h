@@ -27,7 +27,7 @@ struct tbg_session {
     size_t acts_bytes[3];
     int stream_from;
     double cpu_token_s;                 /* the CPU's time for the residual of one token of many */
-    double group_s[5], draft_layer_s;   /* the CPU's for that of a linear group in the last verification; the device's for a draft's layer */
+    double group_s[5], draft_layer_s[2];    /* the CPU's for that of a linear group in the last verification; the device's for a draft's layer, full or not */
     tb_bus bus;
 };
 

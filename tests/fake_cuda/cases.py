@@ -23,6 +23,7 @@ from twobit.runtime.session import Session, StepOptions, Use
 
 CASE, MODEL = sys.argv[1], Path(sys.argv[2])
 SAMPLING = Sampling(temperature=0.8, seed=7)
+FULL = StepOptions(draft_max=4, draft_fixed=True, draft_full=True)
 DRAFTS = (StepOptions(draft_max=4, draft_fixed=True), StepOptions(draft_max=13, draft_tree=True, draft_vocab=48))
 PROMPT = [5 + 37 * i % 250 for i in range(12)]
 FAKE = ctypes.CDLL("libcuda.so.1") if os.environ["FAKE_LIBRARIES"] else None

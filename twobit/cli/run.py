@@ -259,6 +259,8 @@ def _details(done: Result, model: Any, session: Any, device: str, load_s: float)
     if done.overlapped[0]:
         passes, early, good = done.overlapped
         rows.append(("  meanwhile", f"{passes} passes drafted during verifications: {early} proposed, {good} accepted"))
+    if done.full_steps:
+        rows.append(("  precision", f"{done.full_steps} steps drafted with the residual that the GPU has"))
     if done.drafted:
         rows.append(("  by depth", _shares(done.accepted_by_depth, done.drafted_by_depth)))
     belief = done.belief

@@ -52,8 +52,10 @@ class Result:
     the drafted tokens among token_ids; by depth: how many steps drafted / accepted a first, second, ... token; by kind
     of proposal: drafted and accepted tokens. chained: of draft_passes, those that a device started without the host;
     overlapped: passes that drafted while the CPU verified, and of drafted and of accepted tokens those that came from
-    them. weight_bytes: read while decoding. logprobs: per token of token_ids its log probability under the model alone,
-    and top_logprobs the likeliest tokens with theirs; empty unless asked for.
+    them; full_steps: steps that drafted at full precision where the residual is in the GPU's memory. weight_bytes: read
+    while decoding. logprobs: per token of token_ids its log probability under the model alone, and top_logprobs the
+    likeliest tokens with theirs; empty unless asked
+    for.
     """
 
     text: str
@@ -75,6 +77,7 @@ class Result:
     draft_passes: int = 0
     chained: int = 0
     overlapped: tuple[int, int, int] = (0, 0, 0)
+    full_steps: int = 0
     weight_bytes: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -126,6 +129,8 @@ class Result:
         found: dict[str, Any] = {"chained": self.chained} if self.chained else {}
         if self.overlapped[0]:
             found["overlapped"] = dict(zip(("passes", "drafted", "accepted"), self.overlapped, strict=True))
+        if self.full_steps:
+            found["full_precision_steps"] = self.full_steps
         return found
 
     def _belief_json(self) -> dict[str, Any]:
@@ -231,6 +236,7 @@ class _Counts:
     draft_passes: int = 0
     chained: int = 0
     overlapped: tuple[int, int, int] = (0, 0, 0)
+    full_steps: int = 0
     weight_bytes: float = 0.0
     by_kind: dict[str, tuple[int, int]] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
@@ -247,6 +253,7 @@ class _Counts:
         self.accepted += accepted
         self.draft_passes += step.draft_passes
         self.chained += step.chained
+        self.full_steps += step.full
         passes, early, good = self.overlapped
         self.overlapped = (
             passes + step.overlapped_passes,
@@ -361,6 +368,7 @@ def generate(
         draft_passes=counts.draft_passes,
         chained=counts.chained,
         overlapped=counts.overlapped,
+        full_steps=counts.full_steps,
         weight_bytes=counts.weight_bytes,
         logprobs=counts.logprobs,
         top_logprobs=counts.top_logprobs,

@@ -39,7 +39,9 @@ class StepOptions:
     """draft_max: most proposed tokens per step, 0 is plain decoding; draft_fixed: a chain of always that many from the
     2-bit weights instead of as many as pay; draft_tree: the same as a tree of all proposers in `use`; draft_vocab: rows
     of the draft's short head, 0 is chosen from the vocabulary; budget: emit at most this many tokens; draft_only: the
-    2-bit part alone decodes (lossy); logprobs: None, or how many likeliest tokens to report beside the emitted one."""
+    2-bit part alone decodes (lossy); logprobs: None, or how many likeliest tokens to report beside the emitted one;
+    draft_full: layers whose residual is in the GPU's memory draft with it, or do not; None: as measured cost says, and
+    a fixed draft does not."""
 
     draft_max: int = 16
     draft_fixed: bool = False
@@ -50,6 +52,7 @@ class StepOptions:
     use: Use = Use.ALL
     draft_vocab: int = 0
     logprobs: int | None = None
+    draft_full: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,10 @@ class StepResult:
 
     drafted: tokens proposed and verified; accepted: those of them emitted; depth: the longest path proposed. By kind of
     proposal, as in KINDS. draft_passes over draft_tokens tokens, `chained` of them started without waiting for the one
-    before; overlapped_passes ran while the step verified; early: how many of `drafted` came from such passes of the
-    step before, early_accepted: of `accepted`. bytes: of weights read. logprobs: per emitted token its natural log
-    probability under the model alone, before bias, penalties and temperature; top_logprobs: the likeliest tokens with
-    theirs; both empty unless asked for.
+    before; overlapped_passes ran while the step verified; full: they ran at full precision where the residual is in the
+    GPU's memory; early: how many of `drafted` came from such passes of the step before, early_accepted: of `accepted`.
+    bytes: of weights read. logprobs: per emitted token its natural log probability under the model alone, before bias,
+    penalties and temperature; top_logprobs: the likeliest tokens with theirs; both empty unless asked for.
     """
 
     tokens: list[int]
@@ -78,6 +81,7 @@ class StepResult:
     draft_tokens: int
     chained: int
     overlapped_passes: int
+    full: bool
     early: int
     early_accepted: int
     bytes: float
@@ -88,8 +92,9 @@ class StepResult:
 @dataclass(frozen=True)
 class Belief:
     """What a session has measured. Costs in plain steps, by number of tokens in a pass: those measured. rate: tokens
-    per plain step as of late. spent: what all steps so far cost by these costs, in plain steps. accept: per kind of
-    proposal and bin of confidence, (chance, how often seen)."""
+    per plain step as of late. spent: what all steps so far cost by these costs, in plain steps. promise: tokens per
+    plain step that drafting promises with 2 bits, and at full precision in the layers whose residual is in the GPU's
+    memory; 0 where not known. accept: per kind of proposal and bin of confidence, (chance, how often seen)."""
 
     plain_s: float
     rate: float
@@ -97,6 +102,7 @@ class Belief:
     draft: dict[int, float]
     verify: dict[int, float]
     overlap: float
+    promise: tuple[float, float]
     accept: dict[str, list[tuple[float, float]]]
     head_rows: int
 
@@ -163,6 +169,7 @@ class Session:
             {
                 "draft_max": min(options.draft_max, MAX_DRAFT),
                 "draft_fixed": 2 if options.draft_tree else int(options.draft_fixed),
+                "draft_full": 0 if options.draft_full is None else 1 if options.draft_full else -1,
                 "use": int(options.use),
                 "draft_vocab": options.draft_vocab,
                 "budget": options.budget,
@@ -196,6 +203,7 @@ class Session:
             draft_tokens=r.draft_tokens,
             chained=r.chained,
             overlapped_passes=r.overlapped_passes,
+            full=bool(r.full),
             early=r.early,
             early_accepted=r.early_accepted,
             bytes=r.bytes,
@@ -229,6 +237,7 @@ class Session:
             draft={m: cost for m, cost in enumerate(view.draft) if cost > 0},
             verify={m: cost for m, cost in enumerate(view.verify) if cost > 0},
             overlap=view.overlap,
+            promise=(view.promise[0], view.promise[1]),
             accept={kind: list(zip(view.accept[k], view.seen[k], strict=True)) for k, kind in enumerate(KINDS)},
             head_rows=view.head_rows,
         )
