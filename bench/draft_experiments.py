@@ -3,12 +3,14 @@
 
     python bench/draft_experiments.py score CHECKPOINT --model MODEL...
     python bench/draft_experiments.py gaussian
+    python bench/draft_experiments.py distill CHECKPOINT --model MODEL --tokens 32768 --rate 0.003
     python bench/draft_experiments.py variants CHECKPOINT --layers 4 --tokens 12288 A: "S:seq=True,alpha=1,lam=1"
 
 Text: chats that the demo model wrote, from the end of the calibration text (held out as long as --tokens stays below
 50,000). KL is KL(reference || draft) in nats per token, the draft attending to the reference's keys and values in
 blocks of 8; a8 the tokens of such a block before the first that differs from the text. `variants` quantizes linears
-only and shows paired differences to the first variant. `gaussian` compares the lattice on independent Gaussian
+only and shows paired differences to the first variant. `distill` trains the draft's row scales as `twobit quantize
+--tune` does and shows paired differences to the model as it is. `gaussian` compares the lattice on independent Gaussian
 weights with the rate-distortion bound and with what QTIP (Tseng et al. 2024) publishes for its trellis code.
 Settings of a variant:
 
@@ -36,9 +38,11 @@ import torch
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.quant import calibrate, pipeline
+from twobit.quant import distill as distillation
 from twobit.quant.calibrate import SHARED
 from twobit.quant.decoder import Cache, Decoder
-from twobit.quant.rounding import Rounded, prepare, round_draft
+from twobit.quant.distill import Distillation
+from twobit.quant.rounding import Rounded, draft_weights, prepare, round_draft
 from twobit.quant.source import Checkpoint
 from twobit.quant.tune import BLOCK, drafting
 
@@ -144,7 +148,7 @@ class Variant:
                     pull = torch.linalg.solve(damped, (mine.T @ missing).double()).T.float()
                     target = target + self.o["alpha"] * pull
                 rounded[spec.name] = round_draft(target, factor, threads=torch.get_num_threads())
-                mixed[spec.name] = rounded[spec.name].draft_weights()
+                mixed[spec.name] = draft_weights(rounded[spec.name])
         if self.o["tune"]:
             mixed |= self._tuned(index, mixed, rounded, attends, [r["out"] for r in reference])
         self.states = [decoder.layer(index, x, mixed, attend=a) for x, a in zip(self.states, attends, strict=True)]
@@ -247,6 +251,45 @@ def packed_draft(lab: Lab, model: Path, head: bool) -> Tensors:
     return {name: torch.from_numpy(layout.dequantize(packed.matrix(module))[0]) for module, name in names.items()}
 
 
+def distill(lab: Lab, model: Path, tokens: int, threads: int, rate: float, passes: int) -> None:
+    """Trains the row scales of a packed model, and scores it before, halfway and after."""
+    packed = open_model(model)
+    made = calibrate.sequences(calibrate.load_default(), lab.encode, tokens=tokens, source="the package's text")
+    head = {"lm_head.weight": torch.from_numpy(layout.dequantize(packed.matrix("lm_head"))[0])}
+    count = len(made.sequences)
+
+    def drafts(index: int) -> dict[str, Any]:
+        return {s.name: packed.matrix(s.module) for s in lab.specs if s.layer == index and s.role == "linear"}
+
+    with calibrate.one_torch_thread(threads) as pool:
+        distillation.RATE = rate
+        trained = Distillation(
+            lab.checkpoint,
+            lambda i: lab.decoder.embed(made.sequences[i % count], lab.weights),
+            [len(sequence) for sequence in made.sequences] * passes,
+            drafts,
+            pool,
+        )
+
+        def score() -> dict[str, Any]:
+            linears = [s for s in lab.specs if s.role == "linear"]
+            drafts = {
+                s.name: draft_weights(packed.matrix(s.module)) * trained.factors(s.name)[:, None] for s in linears
+            }
+            return lab.score(drafts | head)
+
+        base = score()
+        steps = len(trained.batches)
+        show("as it is", base, None, time.process_time())
+        print(f"{steps} steps of {made.tokens * passes / steps:.0f} tokens", flush=True)
+        for turn in range(steps):
+            loss = trained.step(turn)
+            change = trained.state[0]
+            print(f"step {turn + 1}: KL {loss:.4f}, factors +- {float(change.square().mean().sqrt()):.4f}", flush=True)
+            if turn + 1 in (steps // 2, steps):
+                show(f"after {turn + 1} steps", score(), base, time.process_time())
+
+
 def gaussian() -> None:
     """Mean squared error of the draft's codes on independent N(0, 1), beside the bound and a trellis code."""
     from twobit.quant.rounding import identity
@@ -263,12 +306,14 @@ def gaussian() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("score", "variants", "gaussian"))
+    parser.add_argument("what", choices=("score", "distill", "variants", "gaussian"))
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("variants", nargs="*", metavar="NAME:SETTINGS")
     parser.add_argument("--model", type=Path, action="append", default=[])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rate", type=float, default=distillation.RATE)
+    parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -280,6 +325,8 @@ def main() -> None:
     lab = Lab(args.checkpoint)
     if args.what == "variants":
         return variants(lab, args.layers, args.tokens, args.variants)
+    if args.what == "distill":
+        return distill(lab, args.model[0], args.tokens, args.threads, args.rate, args.passes)
     base = None
     for model in args.model:
         for head in (False, True):

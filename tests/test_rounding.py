@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from twobit.errors import CalibrationError, CheckpointError
 from twobit.format.layout import check_matrix, check_rows, dequantize, pack, unpack
 from twobit.quant import rounding
-from twobit.quant.rounding import Rounded, identity, prepare, round_draft, round_matrix
+from twobit.quant.rounding import Rounded, draft_weights, identity, prepare, round_draft, round_matrix
 
 KINDS = [(2, 6), (3, 6), (4, 4), (2, 8), (3, 8), (4, 6)]
 PLANES = ("codes", "s", "m", "row_scale", "row_a", "row_b", "residual", "f")
@@ -365,7 +365,7 @@ def test_draft_and_residual_one_after_the_other(draft_bits: int, residual_bits: 
     kind = {"draft_bits": draft_bits, "residual_bits": residual_bits}
     draft = round_draft(w, factor, **kind)
     assert_same(round_matrix(w, factor, draft=draft, **kind), round_matrix(w, factor, **kind))
-    two = draft.draft_weights().numpy()
+    two = draft_weights(draft).numpy()
     whole = round_matrix(w, factor, draft=draft, **kind)
     assert np.allclose(two, dequantize(whole)[0], rtol=1e-6, atol=0)
     other = w + 0.02 * weights(40, 100, seed=1)

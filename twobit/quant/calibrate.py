@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twobit.architecture import Architecture, TensorSpec
+from twobit.architecture import Architecture
 from twobit.errors import CalibrationError, TemplateStopped, TokenizerError
 from twobit.format.writer import writing
 
@@ -264,6 +264,8 @@ class Activations:
         """`states` may hold the input of a later layer than the first; `advance` is told the tokens that passed a
         layer; device: where torch computes, "cpu" or "cuda".
         """
+        import torch
+
         from twobit.quant.decoder import Decoder
 
         self.architecture: Architecture = checkpoint.architecture
@@ -276,9 +278,11 @@ class Activations:
         self._biases = {(spec.layer, spec.part): spec.name for spec in specs if spec.role == "bias"}
         self._norms = {(spec.layer, spec.part) for spec in specs if spec.role == "norm"}
         if states.layer < 0:
-            embedding = next(spec for spec in specs if spec.role == "embedding")
+            embed = embedder(checkpoint, calibration.sequences)
             states.begin()
-            self._embed(checkpoint, embedding, calibration.sequences)
+            for i in range(len(calibration.sequences)):
+                state = embed(i)
+                states.write(i, torch.cat((state, state), 1))
             states.commit()
         self._lengths = [len(sequence) for sequence in calibration.sequences]
         self._chunks = _chunks(self._lengths)
@@ -366,24 +370,28 @@ class Activations:
                         "the checkpoint is damaged, or its weights overflow; try `--calib` with other text",
                     )
 
-    def _embed(self, checkpoint: Checkpoint, spec: TensorSpec, tokens: Sequence[Sequence[int]]) -> None:
-        """First states; only the rows in use are kept of the embedding, which is read piece by piece."""
-        import torch
 
-        used = torch.tensor(sorted({i for sequence in tokens for i in sequence}))
-        rows, cols = spec.shape
-        step = max(1, (1 << 22) // cols)
-        parts = []
-        for first in range(0, rows, step):
-            inside = used[(used >= first) & (used < first + step)]
-            if len(inside):
-                parts.append(checkpoint.read(spec, (first, min(first + step, rows)))[inside - first])
-        table = {spec.name: torch.cat(parts)}
-        place = torch.zeros(rows, dtype=torch.long)
-        place[used] = torch.arange(len(used))
-        for i, sequence in enumerate(tokens):
-            state = self._decoder.embed(place[torch.tensor(sequence)], table)
-            self._states.write(i, torch.cat((state, state), 1))
+def embedder(checkpoint: Checkpoint, tokens: Sequence[Sequence[int]]) -> Callable[[int], torch.Tensor]:
+    """Sequence -> input of the first layer, fp32 [n, hidden]; only the rows in use are kept of the embedding, which is
+    read piece by piece."""
+    import torch
+
+    from twobit.quant.decoder import Decoder
+
+    spec = next(spec for spec in checkpoint.architecture.tensors() if spec.role == "embedding")
+    used = torch.tensor(sorted({i for sequence in tokens for i in sequence}))
+    rows, cols = spec.shape
+    step = max(1, (1 << 22) // cols)
+    parts = []
+    for first in range(0, rows, step):
+        inside = used[(used >= first) & (used < first + step)]
+        if len(inside):
+            parts.append(checkpoint.read(spec, (first, min(first + step, rows)))[inside - first])
+    table = {spec.name: torch.cat(parts)}
+    place = torch.zeros(rows, dtype=torch.long)
+    place[used] = torch.arange(len(used))
+    decoder = Decoder(checkpoint.architecture)
+    return lambda i: decoder.embed(place[torch.tensor(tokens[i])], table)
 
 
 class _LayerSteps:

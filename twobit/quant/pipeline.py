@@ -373,6 +373,8 @@ class _Run:
         errors: dict[str, list[float]] = {}
 
         def choose(part: str, statistics: calibrate.Statistics) -> dict[str, torch.Tensor]:
+            from twobit.quant.rounding import draft_weights
+
             group = [s for s in specs if s.role == "linear" and calibrate.SHARED[s.part] == part]
             hessian, drafts = statistics.hessian, {}
             together = plan.factors_together(len(hessian), self.options.threads)
@@ -383,7 +385,7 @@ class _Run:
             factor = self._factor(hessian, group) if early is None else early.result()
             for spec in group:
                 draft = self._draft(spec, wanted.pop(spec.name), factor)
-                drafts[spec.name] = draft.draft_weights()
+                drafts[spec.name] = draft_weights(draft)
                 if not stored:
                     bits = self.recipe.bits(spec.module, spec.role)
                     rounded = self._residual(spec, weights[spec.name], factor, draft)

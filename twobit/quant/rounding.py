@@ -71,14 +71,15 @@ class Rounded(Matrix):
     full_error: float
     note: str | None
 
-    def draft_weights(self) -> torch.Tensor:
-        """fp32 [rows, cols] of the draft."""
-        rows, cols = self.shape
-        step = torch.from_numpy(self.row_a.astype(np.int32)[:, None] * self.s)
-        centre = torch.from_numpy(self.row_b.astype(np.int32)[:, None] * self.m)
-        codes = torch.nn.functional.pad(torch.from_numpy(self.codes).int(), (0, -cols % COLS)).view(rows, -1, COLS)
-        q2 = (2 * codes - (1 << self.draft_bits) + 1) * step[..., None] + centre[..., None]
-        return q2.view(rows, -1)[:, :cols].float() * torch.from_numpy(self.row_scale)[:, None]
+
+def draft_weights(matrix: Matrix) -> torch.Tensor:
+    """fp32 [rows, cols] of a matrix's draft."""
+    rows, cols = matrix.shape
+    step = torch.from_numpy(matrix.row_a.astype(np.int32)[:, None] * matrix.s)
+    centre = torch.from_numpy(matrix.row_b.astype(np.int32)[:, None] * matrix.m)
+    codes = torch.nn.functional.pad(torch.from_numpy(matrix.codes).int(), (0, -cols % COLS)).view(rows, -1, COLS)
+    q2 = (2 * codes - (1 << matrix.draft_bits) + 1) * step[..., None] + centre[..., None]
+    return q2.view(rows, -1)[:, :cols].float() * torch.from_numpy(matrix.row_scale)[:, None]
 
 
 @contextmanager
