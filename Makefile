@@ -82,9 +82,14 @@ bench-llama: peers demo
 bench-quality: install
 	$(BIN)/python bench/quality.py run
 
-# Drafting against plain decoding, prompt by prompt; an hour or more, goes on where it stopped.
-bench-speculation: demo
-	$(BIN)/python bench/speculation.py run --model $(DEMO)/smollm2-2bit --set plain,auto,fixed,without
+# Drafting against plain decoding, prompt by prompt, then beside llama.cpp; hours, goes on where it stopped. The models are those of bench-quality.
+SPECULATED := smollm2 gemma3 qwen
+bench-speculation: peers
+	set -e; for name in $(SPECULATED); do \
+	    $(BIN)/python bench/quality.py run --checkpoint $$name --recipe 2+6 --part quantize; \
+	    $(BIN)/python bench/speculation.py run --model build/quality/$$name/2+6/model --name $$name -n 64 --set plain,auto,fixed,without; \
+	    $(BIN)/python bench/speculation.py llama --model build/quality/$$name/2+6/model -n 64 -r 1 \
+	        --checkpoint "$$($(BIN)/python scripts/reference_checkpoints.py $$name)"; done
 	$(BIN)/python bench/speculation.py table
 
 clean:

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
     model = Model.open(args.model)
     tokenizer = Tokenizer.load(args.model, config=model.config, rows=model.vocab)
     settings = list(dict.fromkeys(["plain", *(s for name in args.set.split(",") for s in SETS[name])]))
-    name = args.model.name.removesuffix("-2bit")
+    name = args.name or args.model.name.removesuffix("-2bit")
 
     for kind, number, heat in cases(args):
         path = args.out / name / f"{kind}-{number:02d}-{heat}.json"
@@ -170,7 +170,7 @@ def equality(args: argparse.Namespace) -> None:
     started = time.monotonic()
     model = Model.open(args.model)
     tokenizer = Tokenizer.load(args.model, config=model.config, rows=model.vocab)
-    name = args.model.name.removesuffix("-2bit")
+    name = args.name or args.model.name.removesuffix("-2bit")
     for number, kind, heat in itertools.product(range(args.prompts), args.kinds.split(","), args.heats.split(",")):
         path = args.out / name / f"{kind}-{number:02d}-{heat}-equality.json"
         if path.exists():
@@ -278,6 +278,8 @@ def geometric(values: list[float]) -> float:
 
 
 def table(args: argparse.Namespace) -> None:
+    if not args.out.is_dir():
+        raise SystemExit(f"{args.out} is not there: `run` makes it; --out takes another folder of bench/results")
     for folder in sorted(path for path in args.out.iterdir() if path.is_dir()):
         parts = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))}
         ours = {stem: part for stem, part in parts.items() if "runs" in part}
@@ -304,6 +306,7 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
     for stem, part in ours.items():
         kind, _, heat = stem.split("-")
         groups.setdefault(kind if heat == "greedy" else f"{kind}, T {heat}", []).append(part)
+    means: dict[str, float] = {}
     for kind, members in groups.items():
         done = [m["runs"] for m in members if "auto" in m["runs"]]
         if not done:
@@ -318,14 +321,17 @@ def _table_ours(name: str, ours: dict[str, Any]) -> None:
             value, which = max((geometric([ratio(r, setting)[0] for r in some]), setting) for setting in FIXED)
             auto = geometric([ratio(r, "auto")[0] for r in some])
             best = f"{which} {value:.2f}, auto {auto:.2f}: {auto / value:.2f} ({len(some)} texts)"
+        means[kind] = geometric([r[0] for r in ratios])
         print(
-            f"| {kind} | {len(done)} | {speed:.1f} | {geometric([r[0] for r in ratios]):.2f} "
+            f"| {kind} | {len(done)} | {speed:.1f} | {means[kind]:.2f} "
             f"| {worst[0]:.2f} ({worst[1]:.2f}-{worst[2]:.2f}) | {steps:.2f} | {best} |"
         )
+    print(over_kinds("auto to plain", means))
     slow = [stem for stem, part in ours.items() if "auto" in part["runs"] and ratio(part["runs"], "auto")[2] < 0.97]
-    print(f"\nPrompts whose 95 % interval lies wholly below 0.97: {', '.join(slow) or 'none'}.")
-    compared = sum(part["tokens"] * (len(part["runs"]) - 1) for part in ours.values())
-    print(f"Tokens compared with those of plain decoding, all equal: {compared:,}, of {len(ours)} texts.")
+    below = [stem for stem, part in ours.items() if "auto" in part["runs"] and ratio(part["runs"], "auto")[0] < 1]
+    print(f"Prompts whose 95 % interval lies wholly below 0.97: {', '.join(slow) or 'none'}; below 1: {len(below)}.")
+    distinct = sum(part["tokens"] for part in ours.values())
+    print(f"Tokens of {len(ours)} texts equal in every setting and round: {distinct:,}.")
     without = [s for s in SETS["without"] if any(s in part["runs"] for part in ours.values())]
     if without:
         print("\n| auto without | tokens/s to auto |\n|---|---:|")
@@ -339,6 +345,7 @@ def _table_theirs(theirs: dict[str, Any]) -> None:
     print("\n| kind | prompts | llama.cpp Q8_0 plain | its best mode | twobit auto | to plain | to best |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     groups: dict[str, list[dict[str, float]]] = {}
+    ratios: dict[str, float] = {}
     for stem, part in theirs.items():
         if "twobit auto" in part["speeds"]:
             speeds = {mode: statistics.median(values) for mode, values in part["speeds"].items()}
@@ -346,11 +353,19 @@ def _table_theirs(theirs: dict[str, Any]) -> None:
     for kind, members in groups.items():
         means = {mode: geometric([speeds[mode] for speeds in members]) for mode in members[0]}
         auto = means["twobit auto"]
+        ratios[kind] = auto / means["plain"]
         best = max((mode for mode in means if mode in MODES), key=lambda mode: means[mode])
         print(
             f"| {kind} | {len(members)} | {means['plain']:.1f} | {best} {means[best]:.1f} | {auto:.1f} "
             f"| {auto / means['plain']:.2f} | {auto / means[best]:.2f} |"
         )
+
+    print(over_kinds("twobit to llama.cpp's plain decoding", ratios))
+
+
+def over_kinds(what: str, means: dict[str, float]) -> str:
+    kinds = [means[kind] for kind in ("code", "prose", "chat") if kind in means]
+    return f"\nGeometric mean of code, prose and chat, greedy, {what}: {geometric(kinds):.2f}." if kinds else ""
 
 
 def main() -> None:
@@ -363,6 +378,7 @@ def main() -> None:
         if name == "table":
             continue
         command.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "smollm2-2bit")
+        command.add_argument("--name", help="what the model is called [its folder]")
         if name == "llama":
             command.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "smollm2")
         command.add_argument("--kinds", default=",".join(PROMPTS))

@@ -6,6 +6,7 @@ compared bit for bit in test_gpu_kernels.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -531,9 +532,13 @@ def test_damaged_weights_are_named() -> None:
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found, line = devices.find("cpu")
     assert found is None and line == ""
-    with pytest.raises(RuntimeFailure, match=r"CUDA|libcuda"):
+    try:
         Device("cuda")
-    assert devices.find("auto") == (None, "")  # PoCL is no GPU, and a machine that tests has none
+    except RuntimeFailure as error:
+        assert re.search(r"CUDA|libcuda", str(error))
+        assert devices.find("auto") == (None, "")  # PoCL is no GPU
+    else:
+        assert devices.find("auto")[0] is not None
 
 
 def test_a_name_that_no_kind_has() -> None:
