@@ -147,7 +147,7 @@ static void list_work(const tb_model *m, int max_context, int tokens, tbg_work *
     const item all[ITEMS] = {
         {&w->x, t * hidden * f, TBG_DEVICE}, {&w->a, t * cols * f, TBG_DEVICE}, {&w->y, t * (size_t)tbg_rows_max(m) * f, TBG_DEVICE},
         {&w->acts[0], act_bytes(0, t, cols), TBG_DEVICE}, {&w->acts[1], act_bytes(1, t, cols), TBG_DEVICE}, {&w->acts[2], act_bytes(2, t, cols), TBG_DEVICE},
-        {&w->ids, t * 4, TBG_DEVICE}, {&w->positions, t * 4, TBG_DEVICE}, {&w->slots, t * 4, TBG_DEVICE}, {&w->path, path, TBG_DEVICE},
+        {&w->ids, max_size(t, TB_ASIDE) * 4, TBG_DEVICE}, {&w->positions, t * 4, TBG_DEVICE}, {&w->slots, t * 4, TBG_DEVICE}, {&w->path, path, TBG_DEVICE},
         {&w->angles, angles, TBG_DEVICE}, {&w->flag, 4, TBG_DEVICE}, {&w->parts, parts, TBG_DEVICE},
         {&w->logits, heads * vocab * f, TBG_DEVICE}, {&w->best, found, TBG_DEVICE}, {&w->ranked, heads * TBG_BEST * 8, TBG_DEVICE},
         {&w->meta, t * 12 + path + angles, TBG_STAGING}, {&w->found, 2 * found, TBG_STAGING}};
