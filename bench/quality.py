@@ -317,6 +317,7 @@ def llama_kl(source: Path, text: str, threads: int) -> dict[str, float]:
         script = peers.SOURCE / "convert_hf_to_gguf.py"
         peers.run(sys.executable, script, source, "--outtype", "f32", "--outfile", part, cwd=peers.SOURCE)
         os.replace(part, exact)
+    base = None
     with tempfile.TemporaryDirectory() as folder:
         file, logits = Path(folder) / "text", Path(folder) / "logits"
         file.write_text(text, encoding="utf-8")
@@ -328,8 +329,9 @@ def llama_kl(source: Path, text: str, threads: int) -> dict[str, float]:
             done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"llama-perplexity failed:\n{done.stderr[-2000:]}")
+            # the file of logits holds none below the largest less 16: its "PPL(base)" is too small
+            base = base or re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
     kl = re.search(r"Mean +KLD: +([-0-9.e]+) ± +([0-9.e]+)", done.stdout)
-    base = re.search(r"Mean PPL\(base\) +: +([0-9.e]+)", done.stdout)
     if not kl or not base:
         raise SystemExit(f"llama-perplexity printed no divergence:\n{done.stdout[-2000:]}")
     return {"mean": float(kl[1]), "stderr": float(kl[2]), "perplexity": float(base[1])}
