@@ -9,8 +9,8 @@
 Text: chats that the demo model wrote, from the end of the calibration text (held out as long as --tokens stays below
 50,000). KL is KL(reference || draft) in nats per token, the draft attending to the reference's keys and values in
 blocks of 8; a8 the tokens of such a block before the first that differs from the text. `variants` quantizes linears
-only and shows paired differences to the first variant. `distill` trains the draft's row scales as `twobit quantize
---tune` does and shows paired differences to the model as it is. `gaussian` compares the lattice on independent Gaussian
+only and shows paired differences to the first variant. `distill` trains the row scales of a packed model's draft and
+shows paired differences to the model as it is. `gaussian` compares the lattice on independent Gaussian
 weights with the rate-distortion bound and with what QTIP (Tseng et al. 2024) publishes for its trellis code.
 Settings of a variant:
 
@@ -32,16 +32,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import distill as distillation
 import numpy as np
 import torch
+from distill import Distillation
 
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.quant import calibrate, pipeline
-from twobit.quant import distill as distillation
 from twobit.quant.calibrate import SHARED
 from twobit.quant.decoder import Cache, Decoder
-from twobit.quant.distill import Distillation
 from twobit.quant.rounding import Rounded, draft_weights, prepare, round_draft
 from twobit.quant.source import Checkpoint
 from twobit.quant.tune import BLOCK, drafting

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from families import make_checkpoint, make_tokenizer
 
-from twobit.quant import calibrate, distill
+from twobit.quant import calibrate
 from twobit.quant.decoder import Cache, Decoder
-from twobit.quant.distill import Distillation
 from twobit.quant.rounding import Rounded, draft_weights, identity, round_draft
 from twobit.quant.source import Checkpoint
 from twobit.quant.tune import BLOCK, drafting
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+import distill
+from distill import Distillation
 
 LENGTH = 64  # of a sequence
 

@@ -1,5 +1,5 @@
-"""Distillation of the draft's scales (`--tune`): one factor per row of every linear, trained on KL(reference || draft)
-of the whole model, the draft attending to the reference's keys and values in blocks, as it is used.
+"""Distillation of the draft's scales, for `draft_experiments.py distill`: one factor for each row of a linear,
+trained on KL(reference || draft) of the whole model, the draft attending to the reference's keys and values in blocks.
 
 The codes stay as they are, and the factor goes into the row's step U, which is fp32: nothing is rounded again but the
 residual. A step takes a few sequences through all layers and back, a layer at a time; inside a layer everything is
