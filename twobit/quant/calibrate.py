@@ -148,7 +148,7 @@ class Encoder:
                 try:
                     text = self._render(document.messages)
                 except TemplateStopped as error:  # no reason to calibrate on another text than the next time
-                    raise CalibrationError(str(error), "run it again; with --calib the template is not used") from error
+                    raise CalibrationError(str(error), "run it again; files of --calib need no template") from error
                 except TokenizerError:  # a template may refuse system messages
                     self._render = self._render if len(document.messages) > 2 else None
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
