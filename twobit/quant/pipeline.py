@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from twobit.quant.rounding import Factor, Rounded
     from twobit.quant.source import Checkpoint
 
-DAMPING = 0.1  # of the Hessian's mean diagonal
-PULL_DAMPING = 1.0  # the same, where the draft's targets are fitted
+DAMPING = 0.3  # of the Hessian's mean diagonal, and
+SPARSE_DAMPING = 2.0  # times columns over tokens: what a sum over few tokens says of many columns is mostly chance
+PULL_DAMPING = 1.0  # of the mean diagonal, where the draft's targets are fitted
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
 TEMPLATE_SECONDS = 60.0  # by the clock, per chat of the calibration text: a busy machine is no reason to stop
 COPIED = (
@@ -106,8 +107,8 @@ def quantize(
         run = _Run(checkpoint, calibration, options, progress, writer, pool, states)
         keys = run.all_steps()
         progress.stage("writing", 1)
-        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "pull_damping": PULL_DAMPING}
-        recipe |= {"pull": calibrate.PULL, "errors": run.errors()}
+        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "sparse_damping": SPARSE_DAMPING}
+        recipe |= {"pull_damping": PULL_DAMPING, "pull": calibrate.PULL, "errors": run.errors()}
         manifest = writer.finish(
             keys,
             config=checkpoint.config,
@@ -436,7 +437,7 @@ class _Run:
 
         names = ", ".join(spec.module for spec in group)
         try:
-            factor = prepare(hessian, DAMPING)
+            factor = prepare(hessian, DAMPING + SPARSE_DAMPING * len(hessian) / self.calibration.tokens)
         except CalibrationError as error:
             raise CalibrationError(f"{names}: {error}", error.hint) from error
         if factor.note:
