@@ -8,7 +8,8 @@
 
 Parts, each a file in the folder of its checkpoint and recipe below --out; delete one to measure it again:
 
-    quantize    model/ and quantize.json: bits, errors, calibration
+    quantize    model/ and quantize.json: bits, errors, calibration, and which recipes shared the pass (all that were
+                asked for and not made yet; the models are those that `twobit quantize` makes)
     kl          kl.json, tokens.npz: divergences from the checkpoint and from Q8_0's, weights alone and as they run
     acceptance  acceptance.json, texts.json: the model's own greedy texts, and what its draft yields along them
     peer        peer.json: drafted tokens accepted of 8 beside llama.cpp's Q2_K with importance matrix under the same
@@ -34,14 +35,15 @@ from typing import Any
 
 import numpy as np
 
+from twobit.quant.recipe import Recipe
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "quality.json"
 CHECKPOINTS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M", "qwen": "Qwen2.5-Coder-1.5B-Instruct"}
-RECIPES = {"2+6": [], "2+6-g32": ["--residual-group", "32"], "2+8": ["--residual", "8"]}
+RECIPES = {"2+6": Recipe(), "2+6-g32": Recipe(residual_group=32), "2+8": Recipe(residual=8)}
 PARTS = ("quantize", "kl", "acceptance", "peer", "crosscheck")
 OF_DEFAULT = ("acceptance", "peer", "crosscheck")  # measured of 2+6 alone: the other recipes' drafts differ little
 AIMS = {"smollm2": (4.0, 1.3), "gemma3": (4.4, 1.3), "qwen": (5.2, 1.15)}  # accepted of 8, and as a multiple of Q2_K's
-TWOBIT = [sys.executable, "-m", "twobit"]
 IMPORTANCE_TOKENS = 8192
 Q2_K_BITS = 84 * 8 / 256
 CHUNK = 512  # tokens that llama-perplexity evaluates at once; it scores the second half
@@ -83,16 +85,30 @@ def run(args: argparse.Namespace) -> None:
 
 
 def quantize(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """This recipe's model, and by the same pass those of the others that are asked for and not made yet."""
+    from twobit.cli.progress import Bars
     from twobit.format.reader import open_model
+    from twobit.quant.calibrate import DEFAULT_TOKENS
+    from twobit.quant.pipeline import Options
+    from twobit.quant.pipeline import quantize as make
 
-    command = [*TWOBIT, "quantize", str(source), "-o", str(folder / "model"), "-t", str(args.threads)]
-    command += RECIPES[folder.name]
-    if args.calib_tokens:
-        command += ["--calib-tokens", str(args.calib_tokens)]
+    together = []
     if not (folder / "model").exists():
-        subprocess.run(command, check=True)
+        asked = args.recipe or RECIPES
+        together = [folder, *(folder.parent / r for r in asked if not (folder.parent / r / "model").exists())]
+        together = list(dict.fromkeys(together))
+        for other in together:
+            other.mkdir(parents=True, exist_ok=True)
+        options = Options(RECIPES[folder.name], calib_tokens=args.calib_tokens or DEFAULT_TOKENS, threads=args.threads)
+        siblings = [(other / "model", RECIPES[other.name]) for other in together[1:]]
+        progress = Bars(quiet=False)
+        try:
+            make(source, folder / "model", options, progress, siblings)
+        finally:
+            progress.close()
     made = open_model(folder / "model").manifest
-    return {**made.bits(), "errors": made.recipe["errors"], "calibration": made.calibration}
+    found = {**made.bits(), "errors": made.recipe["errors"], "calibration": made.calibration}
+    return found | {"together": [other.name for other in together]}
 
 
 def kl(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -269,7 +285,7 @@ def q2_k(program: Path, weight: Any, importance: Any) -> Any:
 
 
 def crosscheck(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Both on the same tokens; that they are the same is checked by their number and by the reference's perplexity."""
+    """Both on the tokens that llama.cpp makes of the text; the reference's perplexity is compared as well."""
     import torch
 
     from twobit.acceptance import Sample
@@ -285,28 +301,29 @@ def crosscheck(folder: Path, source: Path, args: argparse.Namespace) -> dict[str
     opened = Model.open(folder / "model")
     tokenizer = Tokenizer.load(folder / "model", config=opened.config, rows=opened.vocab)
     text = "\n\n".join(tokenizer.decode(text["ids"][text["first"] :]) for text in read(folder / "texts.json"))
-    begin, ids = tokenizer.encode_prompt("")[:1], tokenizer.encode(text)
+    begin = tokenizer.encode_prompt("")[:1]
     tokenizer.close()
-    ids = [*begin, *ids]
-    starts = range(0, len(ids) - CHUNK + 1, CHUNK)
-    samples = [Sample("", (*begin, *ids[at + len(begin) : at + CHUNK]), CHUNK // 2 + 1) for at in starts]
+    theirs, chunks = llama_kl(source, text, args.threads)
+    if [int(chunks[0, 0])] == begin:
+        chunks[:, 0] = begin  # llama.cpp puts it over the first token of every chunk
+    samples = [Sample("", tuple(chunk.tolist()), CHUNK // 2 + 1) for chunk in chunks]
     with one_torch_thread(args.threads) as pool:
         variants = Variants(Checkpoint.open(source), open_model(folder / "model"), ("q8_0",), pool)
         states = last_states(variants, samples, ["reference", "full", "q8_0", "q8_0_int8"], Progress())
         targets = torch.tensor([token for sample in samples for token in sample.targets])
         compared = _compare(variants, states, targets, None, Progress())
     clusters = np.repeat(np.arange(len(samples)), CHUNK // 2 - 1)
-    theirs = llama_kl(source, text, args.threads)
     perplexity = float(np.exp(compared["reference"].loss.mean()))
     if abs(theirs["perplexity"] / perplexity - 1) > 1e-3:
-        raise SystemExit(f"the perplexities differ: {theirs['perplexity']} and {perplexity}: other tokens?")
+        raise SystemExit(f"the perplexities differ: {theirs['perplexity']} and {perplexity}: another model?")
     kl = {name: one.kl for name, one in compared.items() if name != "reference"}
     ours = {name: {"mean": float(x.mean()), "stderr": clustered_stderr(x, clusters)} for name, x in kl.items()}
     return {"tokens": len(targets), "kl": ours, "perplexity": perplexity, "llama.cpp": theirs}
 
 
-def llama_kl(source: Path, text: str, threads: int) -> dict[str, float]:
-    """KL(f32 || Q8_0) and its standard error over tokens, and the perplexity of f32, by llama-perplexity."""
+def llama_kl(source: Path, text: str, threads: int) -> tuple[dict[str, float], Any]:
+    """KL(f32 || Q8_0) and its standard error over tokens, and the perplexity of f32, by llama-perplexity; and the token
+    ids [chunks, CHUNK] that it made of the text."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import peers
 
@@ -331,10 +348,13 @@ def llama_kl(source: Path, text: str, threads: int) -> dict[str, float]:
                 raise SystemExit(f"llama-perplexity failed:\n{done.stderr[-2000:]}")
             # the file of logits holds none below the largest less 16: its "PPL(base)" is too small
             base = base or re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
+        # "_logits_", then as int32: tokens of a chunk, size of the vocabulary, chunks, the tokens of all chunks
+        count = int(np.fromfile(logits, "<i4", 1, offset=16)[0])
+        chunks = np.fromfile(logits, "<i4", count * CHUNK, offset=20).reshape(count, CHUNK)
     kl = re.search(r"Mean +KLD: +([-0-9.e]+) ± +([0-9.e]+)", done.stdout)
     if not kl or not base:
         raise SystemExit(f"llama-perplexity printed no divergence:\n{done.stdout[-2000:]}")
-    return {"mean": float(kl[1]), "stderr": float(kl[2]), "perplexity": float(base[1])}
+    return {"mean": float(kl[1]), "stderr": float(kl[2]), "perplexity": float(base[1])}, chunks
 
 
 MEASURE: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {

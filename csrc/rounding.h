@@ -15,7 +15,7 @@ typedef struct tb_rounding {
     int32_t rows, cols, padded;
     int32_t draft_bits, residual_bits, residual_group;  /* 2..4; 4, 6 or 8; 16 or 32 */
     int32_t range;             /* Q: the most |q| may be */
-    int32_t steps;             /* 1: the draft, 2: the residual of a draft that codes, s, m, row_* hold already, 3: both */
+    int32_t steps;             /* 1: the draft, 2: the residual of a draft that codes, s, m, row_* hold already */
     const float *weight;       /* [rows, cols] */
     const float *factor;       /* F [padded, stride], diagonal not read; NULL: the identity */
     int64_t stride;

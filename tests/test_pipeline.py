@@ -73,6 +73,30 @@ def made(source: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     return out, summary
 
 
+def test_siblings_have_the_bytes_of_runs_of_their_own(
+    made: tuple[Path, dict[str, Any]], source: Path, folder: Path
+) -> None:
+    recipes = {"eight": Recipe(residual=8), "wider": Recipe(residual_group=32)}
+    together = [(folder / f"{name}-together", recipe) for name, recipe in recipes.items()]
+    summary = quantize(source, folder / "six-together", options(threads=2), siblings=together)
+    assert content(folder / "six-together") == content(made[0])
+    assert summary["build_id"] == made[1]["build_id"]
+    six = open_model(made[0])
+    for (out, recipe), name in zip(together, recipes, strict=True):
+        quantize(source, folder / name, options(recipe=recipe))
+        assert content(out) == content(folder / name)
+        assert not staging_path(out).exists()
+        model = open_model(out, check=True)
+        for module, entry in model.manifest.tensors.items():
+            if entry.kind == "matrix":
+                ours, theirs = model.matrix(module), six.matrix(module)  # the same draft whatever the residual
+                assert np.array_equal(ours.codes, theirs.codes), module
+                assert np.allclose(layout.dequantize(ours)[0], layout.dequantize(theirs)[0], rtol=1e-6, atol=0), module
+    with pytest.raises(ValueError, match="other rules"):
+        more = Recipe(rules=(Rule("down_proj", 3, 6),))
+        quantize(source, folder / "x", options(), siblings=[(folder / "y", more)])
+
+
 def test_summary(made: tuple[Path, dict[str, Any]]) -> None:
     out, summary = made
     keys = (

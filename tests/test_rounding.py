@@ -363,7 +363,7 @@ def test_draft_and_residual_one_after_the_other(draft_bits: int, residual_bits: 
     w, factor = weights(40, 100), prepare(hessian(100))
     w[7] = 0
     kind = {"draft_bits": draft_bits, "residual_bits": residual_bits}
-    draft = round_draft(w, factor, **kind)
+    draft = round_draft(w, factor, draft_bits=draft_bits)
     assert_same(round_matrix(w, factor, draft=draft, **kind), round_matrix(w, factor, **kind))
     two = draft_weights(draft).numpy()
     whole = round_matrix(w, factor, draft=draft, **kind)

@@ -12,8 +12,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from twobit.memory import peak_memory
 from twobit.progress import Progress
 from twobit.quant import allocate, calibrate, plan
 from twobit.quant.plan import Options
-from twobit.quant.recipe import Bits
+from twobit.quant.recipe import Bits, Recipe
 from twobit.quant.states import States
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from twobit.format.manifest import Manifest
     from twobit.quant.rounding import Factor, Rounded
     from twobit.quant.source import Checkpoint
 
@@ -64,16 +65,28 @@ Targets = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def quantize(
-    source: Path, output: Path, options: Options | None = None, progress: Progress | None = None
+    source: Path,
+    output: Path,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    siblings: Sequence[tuple[Path, Recipe]] = (),
 ) -> dict[str, Any]:
     """Makes a twobit model at `output` from the checkpoint at `source`; returns the object of `quantize --json`.
 
     A run that stopped goes on where it was when called again with the same source and options. TwobitError where
     anything is refused; then nothing is written. The source is only read.
+
+    siblings: further models of the same source, with the same draft and another residual, made by the same pass over
+    the calibration text; each has the bytes that a run of its own would give it.
     """
     options, progress = options or Options(), progress or Progress()
     started = time.monotonic()
+    if siblings and (options.draft_bpw is not None or any(r.rules != options.recipe.rules for _, r in siblings)):
+        raise ValueError("siblings with other rules, or with a budget for the draft")
+    asked = [(output, options), *((path, replace(options, recipe=recipe)) for path, recipe in siblings)]
     checkpoint = plan.open_source(source, output, options)
+    for path, other in asked[1:]:
+        plan.open_source(source, path, other)
     architecture = checkpoint.architecture
     for note in checkpoint.notes:
         progress.line(note)
@@ -87,39 +100,50 @@ def quantize(
         )
     size, spill = plan.sizes(checkpoint, options), _spill_folder(output, options)
     scratch = plan.spilled_bytes(architecture, options.calib_tokens)
-    check_space(output, size["draft_bytes"] + size["residual_bytes"], scratch, spill)
+    needed = [plan.sizes(checkpoint, other) for _, other in asked]
+    check_space(output, sum(each["draft_bytes"] + each["residual_bytes"] for each in needed), scratch, spill)
     calibration = _calibration(checkpoint, options)
     progress.line(
         f"calibration: {len(calibration.sequences)} of {calibration.requested} sequences, "
         f"{calibration.tokens:,} tokens ({calibration.source})"
     )
     progress.stage("checking the weights", sum(header.size for header in checkpoint.shards.values()))
-    fingerprint = _fingerprint(checkpoint, calibration, options, progress)
+    weights = checkpoint.fingerprint(progress.advance)
+    fingerprints = [_fingerprint(weights, calibration, other) for _, other in asked]
     files = _files(checkpoint)
     with (
         _memory_errors(expected_ram),
-        ModelWriter(output, fingerprint, restart=options.restart, overwrite=options.overwrite) as writer,
+        ExitStack() as writers,
         calibrate.one_torch_thread(options.threads) as pool,
     ):
-        owner = hashlib.sha256(canonical_json(fingerprint)).hexdigest()
+        outputs = [
+            _Output(ModelWriter(path, of, restart=options.restart, overwrite=options.overwrite), other)
+            for (path, other), of in zip(asked, fingerprints, strict=True)
+        ]
+        for made in outputs:
+            writers.enter_context(made.writer)
+        owner = hashlib.sha256(canonical_json(fingerprints[0])).hexdigest()
         lengths = [len(sequence) for sequence in calibration.sequences]
         states = States(spill, owner, lengths, 2 * architecture.hidden)
-        run = _Run(checkpoint, calibration, options, progress, writer, pool, states)
-        keys = run.all_steps()
-        progress.stage("writing", 1)
-        recipe = plan.recipe_json(options, run.recipe) | {"damping": DAMPING, "sparse_damping": SPARSE_DAMPING}
-        recipe |= {"pull_damping": PULL_DAMPING, "pull": calibrate.PULL, "errors": run.errors()}
-        manifest = writer.finish(
-            keys,
-            config=checkpoint.config,
-            family=architecture.family,
-            parameters=size["parameters"],
-            recipe=recipe,
-            calibration=calibration.to_json(),
-            producer=_producer(),
-            files=files,
-        )
-        progress.advance(1)
+        keys = _Run(checkpoint, calibration, options, progress, outputs, pool, states).all_steps()
+        progress.stage("writing", len(outputs))
+        for made in outputs:
+            recipe = plan.recipe_json(made.options, made.recipe)
+            recipe |= {"damping": DAMPING, "sparse_damping": SPARSE_DAMPING}
+            recipe |= {"pull_damping": PULL_DAMPING, "pull": calibrate.PULL, "errors": made.mean_errors()}
+            made.manifest = made.writer.finish(
+                keys,
+                config=checkpoint.config,
+                family=architecture.family,
+                parameters=size["parameters"],
+                recipe=recipe,
+                calibration=calibration.to_json(),
+                producer=_producer(),
+                files=files,
+            )
+            progress.advance(1)
+        manifest = outputs[0].manifest
+        assert manifest is not None
     return {
         "output": str(output),
         "build_id": manifest.build_id,
@@ -128,7 +152,7 @@ def quantize(
         "peak_ram_bytes": peak_memory(),
         "expected_ram_bytes": expected_ram,
         "calibration": calibration.to_json(),
-        "errors": run.errors(),
+        "errors": outputs[0].mean_errors(),
     }
 
 
@@ -182,13 +206,11 @@ def _calibration(checkpoint: Checkpoint, options: Options) -> calibrate.Calibrat
     )
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, calibration: calibrate.Calibration, options: Options, progress: Progress
-) -> dict[str, Any]:
+def _fingerprint(weights: str, calibration: calibrate.Calibration, options: Options) -> dict[str, Any]:
     """All that decides the bytes of the model, apart from the files that are copied."""
     return {
         "producer": _producer(),
-        "source": checkpoint.fingerprint(progress.advance),
+        "source": weights,
         "options": {
             "residual": options.recipe.residual,
             "residual_group": options.recipe.residual_group,
@@ -239,59 +261,23 @@ def _memory_errors(expected: int) -> Iterator[None]:
 # -- the work -----------------------------------------------------------------------------------------------
 
 
-class _Run:
-    """The steps of one run, each stored under its key as soon as it is done."""
+@dataclass
+class _Output:
+    """A model that a run makes."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        calibration: calibrate.Calibration,
-        options: Options,
-        progress: Progress,
-        writer: ModelWriter,
-        pool: ThreadPoolExecutor,
-        states: States,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.calibration = calibration
-        self.options = options
-        self.progress = progress
-        self.writer = writer
-        self.pool = pool
-        self.states = states
-        self.recipe = options.recipe
-        self.architecture = checkpoint.architecture
-        self.specs = self.architecture.tensors()
-        self._errors: dict[str, dict[str, list[float]]] = {}
+    writer: ModelWriter
+    options: Options
+    recipe: Recipe = field(init=False)
+    errors: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by key and module: draft, full
+    manifest: Manifest | None = None
 
-    def all_steps(self) -> list[str]:
-        """Does what is not stored yet; returns the keys in model order."""
-        layers = [f"layer-{layer.index:05d}" for layer in self.architecture.layers]
-        keys = ["embedding"] * (not self.architecture.tied) + [*layers, "norm", "head"]
-        done = sum(map(self.writer.has, keys))
-        if done:
-            self.progress.line(f"going on with an unfinished run: {done} of {len(keys)} parts are done")
-        if self.options.draft_bpw is not None:
-            self._allocate(self.options.draft_bpw)
-        if not self.architecture.tied and not self.writer.has("embedding"):
-            self._embedding()
-        if not self.writer.has("norm"):
-            (norm,) = (s for s in self.specs if s.part == "final_norm")
-            self.writer.store("norm", {norm.name: self._plain(norm)})
-        missing = [key for key in (*layers, "head") if not self.writer.has(key)]
-        if missing:
-            self._layers(layers)
-        self.states.remove()
-        for key in keys:
-            notes = self.writer.notes(key)
-            if notes:
-                self._errors[key] = notes["errors"]
-        return keys
+    def __post_init__(self) -> None:
+        self.recipe = self.options.recipe
 
-    def errors(self) -> dict[str, Any]:
+    def mean_errors(self) -> dict[str, Any]:
         """Mean relative errors in the metric of the calibration inputs, for linears and head."""
         groups: dict[str, list[list[float]]] = {"linear": [], "head": []}
-        for key, errors in self._errors.items():
+        for key, errors in self.errors.items():
             groups["head" if key == "head" else "linear"] += errors.values()
         return {
             name: {
@@ -302,9 +288,66 @@ class _Run:
             if values
         }
 
+
+class _Run:
+    """The steps of one run, each stored under its key as soon as it is done."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        calibration: calibrate.Calibration,
+        options: Options,
+        progress: Progress,
+        outputs: Sequence[_Output],
+        pool: ThreadPoolExecutor,
+        states: States,
+    ) -> None:
+        """outputs: that of `options` first; all have its draft."""
+        self.checkpoint = checkpoint
+        self.calibration = calibration
+        self.options = options
+        self.progress = progress
+        self.outputs = outputs
+        self.pool = pool
+        self.states = states
+        self.architecture = checkpoint.architecture
+        self.specs = self.architecture.tensors()
+
+    def all_steps(self) -> list[str]:
+        """Does what is not stored yet; returns the keys in model order."""
+        layers = [f"layer-{layer.index:05d}" for layer in self.architecture.layers]
+        keys = ["embedding"] * (not self.architecture.tied) + [*layers, "norm", "head"]
+        done = sum(map(self._has, keys))
+        if done:
+            self.progress.line(f"going on with an unfinished run: {done} of {len(keys)} parts are done")
+        if self.options.draft_bpw is not None:
+            self._allocate(self.options.draft_bpw)
+        if not self.architecture.tied and not self._has("embedding"):
+            self._embedding()
+        if not self._has("norm"):
+            (norm,) = (s for s in self.specs if s.part == "final_norm")
+            self._store("norm", {norm.name: self._plain(norm)})
+        if not all(map(self._has, (*layers, "head"))):
+            self._layers(layers)
+        self.states.remove()
+        for output in self.outputs:
+            notes = {key: output.writer.notes(key) for key in keys}
+            output.errors = {key: note["errors"] for key, note in notes.items() if note}
+        return keys
+
+    def _has(self, key: str) -> bool:
+        return all(output.writer.has(key) for output in self.outputs)
+
+    def _store(self, key: str, tensors: dict[str, PackedTensor]) -> None:
+        """What is the same in all outputs."""
+        for output in self.outputs:
+            if not output.writer.has(key):
+                output.writer.store(key, tensors)
+
     def _allocate(self, budget: float) -> None:
         """Chooses the linears that get 3-bit codes; what was measured is stored: a resumed run chooses the same."""
-        if not self.writer.has("sensitivity"):
+        (output,) = self.outputs
+        if not output.writer.has("sensitivity"):
             self.progress.stage("allocating bits", len(self.architecture.layers))
             sample, left = [], allocate.TOKENS
             for sequence in self.calibration.sequences:
@@ -317,9 +360,9 @@ class _Run:
             calibrate.Activations(self.checkpoint, part, self.pool, states)
             inputs = [states.read(i)[:, : self.architecture.hidden].clone() for i in range(len(sample))]
             found = allocate.measure(self.checkpoint, inputs, self.pool, self.options.device, self.progress.advance)
-            self.writer.store("sensitivity", {}, found)
-        self.recipe = allocate.choose(self.architecture, self.recipe, budget, self.writer.notes("sensitivity"))
-        count = len(self.recipe.rules) - len(self.options.recipe.rules)
+            output.writer.store("sensitivity", {}, found)
+        output.recipe = allocate.choose(self.architecture, output.recipe, budget, output.writer.notes("sensitivity"))
+        count = len(output.recipe.rules) - len(self.options.recipe.rules)
         linears = sum(spec.role == "linear" for spec in self.specs)
         self.progress.line(f"3-bit codes in {count} of {linears} linears: at most {budget:g} draft bits per weight")
 
@@ -337,10 +380,10 @@ class _Run:
         (spec,) = (s for s in self.specs if s.role == "embedding")
         planes = _joined(layout.pack_embedding(weight.numpy()) for weight in self._row_chunks(spec))
         rows, cols = spec.shape
-        self.writer.store("embedding", {spec.module: PackedTensor(TensorEntry("embedding", (rows, cols), {}), planes)})
+        self._store("embedding", {spec.module: PackedTensor(TensorEntry("embedding", (rows, cols), {}), planes)})
 
     def _layers(self, keys: Sequence[str]) -> None:
-        missing = [i for i, key in enumerate((*keys, "head")) if not self.writer.has(key)]
+        missing = [i for i, key in enumerate((*keys, "head")) if not self._has(key)]
         tokens, end = self.calibration.tokens, len(keys)
         self.progress.stage("quantizing", tokens * (end + 1))
         if self.states.resume(missing[0]):
@@ -368,10 +411,10 @@ class _Run:
         inputs: calibrate.Activations,
         started: float,
     ) -> None:
-        """Sends the states through a layer and stores it, unless it is stored already."""
-        stored = self.writer.has(key)
-        packed: dict[str, PackedTensor] = {}
-        errors: dict[str, list[float]] = {}
+        """Sends the states through a layer and stores it where it is not stored already."""
+        missing = [output for output in self.outputs if not output.writer.has(key)]
+        packed: list[dict[str, PackedTensor]] = [{} for _ in missing]
+        errors: list[dict[str, list[float]]] = [{} for _ in missing]
 
         def choose(part: str, statistics: calibrate.Statistics) -> dict[str, torch.Tensor]:
             from twobit.quant.rounding import draft_weights
@@ -387,24 +430,21 @@ class _Run:
             for spec in group:
                 draft = self._draft(spec, wanted.pop(spec.name), factor)
                 drafts[spec.name] = draft_weights(draft)
-                if not stored:
-                    bits = self.recipe.bits(spec.module, spec.role)
-                    rounded = self._residual(spec, weights[spec.name], factor, draft)
-                    packed[spec.module] = _pack(rounded, bits, spec.module)
-                    errors[spec.module] = [rounded.draft_error, rounded.full_error]
+                for output, tensors, wrong in zip(missing, packed, errors, strict=True):
+                    bits = output.recipe.bits(spec.module, spec.role)
+                    rounded = self._residual(spec, weights[spec.name], factor, draft, bits)
+                    tensors[spec.module] = PackedTensor.matrix(rounded, wide=bits.wide, name=spec.module)
+                    wrong[spec.module] = [rounded.draft_error, rounded.full_error]
             return drafts
 
         inputs.layer(index, on_device, choose)
-        if stored:
-            return
-        for spec in specs:
-            if spec.role != "linear":
-                packed[spec.name] = self._plain(spec)
         order = {s.module if s.role == "linear" else s.name: i for i, s in enumerate(specs)}
-        packed = dict(sorted(packed.items(), key=lambda item: order[item[0]]))
-        self.writer.store(key, packed, {"errors": errors})
-        kinds = ", ".join(sorted({str(self.recipe.bits(name, "linear")) for name in errors}))
-        self._report(f"layer {index + 1}/{len(self.architecture.layers)}", kinds, errors, started)
+        for output, tensors, wrong in zip(missing, packed, errors, strict=True):
+            tensors |= {spec.name: self._plain(spec) for spec in specs if spec.role != "linear"}
+            tensors = dict(sorted(tensors.items(), key=lambda item: order[item[0]]))
+            output.writer.store(key, tensors, {"errors": wrong})
+            kinds = ", ".join(sorted({str(output.recipe.bits(name, "linear")) for name in wrong}))
+            self._report(f"layer {index + 1}/{len(self.architecture.layers)}", kinds, wrong, started)
 
     def _head(self, inputs: calibrate.Activations) -> None:
         started = time.monotonic()
@@ -412,25 +452,29 @@ class _Run:
         (spec,) = (s for s in self.specs if s.role == "head")
         statistics = inputs.head(self.checkpoint.read(norm).to(self.options.device))
         target, factor = self._target(statistics), self._factor(statistics.hessian, [spec])
-        bits = self.recipe.bits(spec.module, spec.role)
-        energy = np.zeros(3)
-
-        def packed_rows(weight: torch.Tensor) -> dict[str, np.ndarray]:
-            rounded = self._residual(spec, weight, factor, self._draft(spec, target(weight), factor))
-            own = float(weight.square().sum(dtype=_float64()))
-            energy[:] += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
-            layout.check_rows(
-                spec.module, rounded.row_scale, rounded.row_a, rounded.row_b, bits.draft, bits.residual, bits.wide
-            )
-            return layout.pack(rounded)
-
-        planes = _joined(map(packed_rows, self._row_chunks(spec)))
+        missing = [output for output in self.outputs if not output.writer.has("head")]
+        kinds = [output.recipe.bits(spec.module, spec.role) for output in missing]
+        energy = np.zeros((len(missing), 3))
+        parts: list[list[dict[str, np.ndarray]]] = [[] for _ in missing]
+        for weight in self._row_chunks(spec):
+            own, draft = float(weight.square().sum(dtype=_float64())), self._draft(spec, target(weight), factor)
+            for i, bits in enumerate(kinds):
+                rounded = self._residual(spec, weight, factor, draft, bits)
+                energy[i] += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
+                layout.check_rows(
+                    spec.module, rounded.row_scale, rounded.row_a, rounded.row_b, bits.draft, bits.residual, bits.wide
+                )
+                parts[i].append(layout.pack(rounded))
         rows, cols = spec.shape
-        packed = PackedTensor.from_planes(planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide)
-        draft, full = np.sqrt(energy[:2] / max(energy[2], 1e-300))
-        errors = {spec.module: [float(draft), float(full)]}
-        self.writer.store("head", {spec.module: packed}, {"errors": errors})
-        self._report("head", str(bits), errors, started)
+        for i, (output, bits) in enumerate(zip(missing, kinds, strict=True)):
+            planes, parts[i] = _joined(iter(parts[i])), []
+            packed = PackedTensor.from_planes(
+                planes, (rows, cols), bits.draft, bits.residual, bits.group, wide=bits.wide
+            )
+            draft_error, full = np.sqrt(energy[i, :2] / max(energy[i, 2], 1e-300))
+            errors = {spec.module: [float(draft_error), float(full)]}
+            output.writer.store("head", {spec.module: packed}, {"errors": errors})
+            self._report("head", str(bits), errors, started)
 
     def _factor(self, hessian: torch.Tensor, group: Sequence[TensorSpec]) -> Factor:
         from twobit.quant.rounding import prepare
@@ -453,24 +497,23 @@ class _Run:
     def _draft(self, spec: TensorSpec, target: torch.Tensor, factor: Factor) -> Rounded:
         from twobit.quant.rounding import round_draft
 
-        bits, threads = self.recipe.bits(spec.module, spec.role), self.options.threads
+        bits = self.outputs[0].recipe.bits(spec.module, spec.role)
         try:
-            return round_draft(target, factor, draft_bits=bits.draft, residual_bits=bits.residual, threads=threads)
+            return round_draft(target, factor, draft_bits=bits.draft, threads=self.options.threads)
         except CheckpointError as error:
             raise CheckpointError(f"{spec.name}: {error}", error.hint) from error
 
-    def _residual(self, spec: TensorSpec, weight: torch.Tensor, factor: Factor, draft: Rounded) -> Rounded:
+    def _residual(self, spec: TensorSpec, weight: torch.Tensor, factor: Factor, draft: Rounded, bits: Bits) -> Rounded:
         """From the draft to the weight."""
         from twobit.quant.rounding import round_matrix
 
-        bits, threads = self.recipe.bits(spec.module, spec.role), self.options.threads
         return round_matrix(
             weight,
             factor,
             draft_bits=bits.draft,
             residual_bits=bits.residual,
             residual_group=bits.group,
-            threads=threads,
+            threads=self.options.threads,
             draft=draft,
         )
 
@@ -494,7 +537,3 @@ def _float64() -> Any:
     import torch
 
     return torch.float64
-
-
-def _pack(rounded: Rounded, bits: Bits, name: str) -> PackedTensor:
-    return PackedTensor.matrix(rounded, wide=bits.wide, name=name)

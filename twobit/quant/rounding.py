@@ -238,12 +238,16 @@ def round_matrix(
     (draft_bits, residual_bits) is one of layout.KINDS; residual_group 16 or 32.
     The result does not depend on `threads`.
     `refine`: choose every group of the draft once more, given all others.
-    `draft`: keep this one's draft (`round_draft`) and find the residual alone; draft_error is then the draft's.
+    `draft`: keep this one's draft (`round_draft`, the same as without) and find the residual alone.
     Rows whose largest weight is under 1e-30 and groups of 16 under 2^-40 of their row's largest become zero.
     Raises CheckpointError when a weight is not finite.
     """
+    if (draft_bits, residual_bits) not in KINDS or residual_group not in RESIDUAL_GROUPS:
+        raise ValueError(f"no lattice for {draft_bits}+{residual_bits} bits, groups of {residual_group}")
     factor = hessian if isinstance(hessian, Factor) else prepare(hessian, damping)
-    return _round(weight, factor, draft_bits, residual_bits, residual_group, threads, refine, 2 if draft else 3, draft)
+    if draft is None:
+        draft = round_draft(weight, factor, draft_bits=draft_bits, threads=threads, refine=refine)
+    return _round(weight, factor, draft_bits, residual_bits, residual_group, threads, refine, draft)
 
 
 def round_draft(
@@ -251,12 +255,12 @@ def round_draft(
     factor: Factor,
     *,
     draft_bits: int = 2,
-    residual_bits: int = 6,
     threads: int = 1,
     refine: bool = True,
 ) -> Rounded:
-    """The draft of `round_matrix` alone, with an empty residual; its lattice leaves room for `residual_bits`."""
-    return _round(weight, factor, draft_bits, residual_bits, COLS, threads, refine, 1, None)
+    """The draft of `round_matrix` alone, with an empty residual. It is the same whatever residual follows."""
+    residual_bits = next(r for b, r in KINDS if b == draft_bits)
+    return _round(weight, factor, draft_bits, residual_bits, COLS, threads, refine, None)
 
 
 def _round(
@@ -267,11 +271,9 @@ def _round(
     residual_group: int,
     threads: int,
     refine: bool,
-    steps: int,
     draft: Rounded | None,
 ) -> Rounded:
-    if (draft_bits, residual_bits) not in KINDS or residual_group not in RESIDUAL_GROUPS:
-        raise ValueError(f"no lattice for {draft_bits}+{residual_bits} bits, groups of {residual_group}")
+    """The residual of `draft`, or with None the draft."""
     array = weight.detach().numpy() if isinstance(weight, torch.Tensor) else weight
     array = np.ascontiguousarray(array, np.float32)
     rows, cols = array.shape
@@ -289,15 +291,16 @@ def _round(
     row_scale, row_a, row_b = np.empty(rows, np.float32), np.empty(rows, np.uint8), np.empty(rows, np.int8)
     if draft is not None:
         codes[:], s[:], m[:] = draft.codes, draft.s, draft.m
-        row_scale[:], row_a[:], row_b[:] = draft.row_scale, draft.row_a, draft.row_b
-    keep = bool(steps & 2)
-    residual = np.empty((rows, cols if keep else 0), np.int16)
-    f = np.empty((rows, residual_groups if keep else 0), np.uint8)
+        # the same levels in units of the residual's kind
+        finer = 2 if KINDS[draft_bits, residual_bits].wide and not KINDS[draft_bits, draft.residual_bits].wide else 1
+        row_scale[:], row_a[:], row_b[:] = draft.row_scale / finer, draft.row_a * finer, draft.row_b * finer
+    residual = np.empty((rows, 0 if draft is None else cols), np.int16)
+    f = np.empty((rows, 0 if draft is None else residual_groups), np.uint8)
     errors = np.empty((rows, 3), np.float64)
     task = ffi.new("tb_rounding *")
     task.rows, task.cols, task.padded = rows, cols, factor.padded
     task.draft_bits, task.residual_bits, task.residual_group = draft_bits, residual_bits, residual_group
-    task.range, task.steps = range_limit(draft_bits, residual_bits), steps
+    task.range, task.steps = range_limit(draft_bits, residual_bits), 1 if draft is None else 2
     pointers: dict[str, npt.NDArray[Any]] = {
         "weight": array, "energy": factor.energy, "codes": codes, "s": s, "m": m, "row_scale": row_scale,
         "row_a": row_a, "row_b": row_b, "residual": residual, "f": f, "errors": errors,
@@ -307,7 +310,7 @@ def _round(
         task.stride = factor.factor.shape[1]
     if (
         refine
-        and steps & 1
+        and draft is None
         and factor.hessian is not None
         and factor.local is not None
         and factor.local_energy is not None
@@ -341,7 +344,7 @@ def _round(
         row_b=row_b,
         residual=residual,
         f=f,
-        draft_error=draft.draft_error if draft is not None else root(0),
+        draft_error=root(0) if draft is None else draft.draft_error,
         full_error=root(1),
         note=factor.note,
     )
