@@ -1,4 +1,5 @@
-"""Which test holds which class of failure that others have reported: pushing (C), running (D), templates (E5)."""
+"""Which test holds which class of failure that others have reported: sources (A), quantizing (B), pushing (C),
+running (D), templates (E5)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,82 @@ import pytest
 
 HERE = Path(__file__).parent
 CLASSES = {
+    "A1 a shard that is missing": ["test_source.test_missing_shard_is_named"],
+    "A2 an index of another build": [
+        "test_source.test_index_of_another_build_is_ignored_loudly_where_the_files_are_whole",
+        "test_source.test_index_of_another_build_with_overlap_is_refused",
+    ],
+    "A3 tied and untied heads": [
+        "test_source.test_tied_head_is_the_embedding",
+        "test_source.test_untied_head_that_is_absent_is_refused",
+        "test_decoder.test_a_tied_head_absent_or_present_or_alone",
+    ],
+    "A4 sizes that no block divides": [
+        "test_reported_failures.test_sizes_that_no_block_divides",
+        "test_pipeline.test_weights_come_back",
+    ],
+    "A5 the tail of a row": ["test_rounding.test_tail_of_a_row_is_as_good_as_its_body"],
+    "A6 buffers and unknown tensors": ["test_reported_failures.test_buffers_and_unknown_tensors_change_nothing"],
+    "A7 biases": ["test_reported_failures.test_large_biases_arrive", "test_source.test_missing_tensors_are_named"],
+    "A8 head_dim": [
+        "test_architecture.test_head_dim_is_its_own_setting",
+        "test_source.test_misshapen_tensor_gives_both_shapes",
+    ],
+    "A9 sources that are quantized": [
+        "test_source.test_quantized_config_is_refused",
+        "test_source.test_quantized_tensors_without_a_config_are_refused",
+    ],
+    "A10 nested configs": [
+        "test_architecture.test_two_spellings_of_one_model",
+        "test_source.test_sizes_that_a_nested_config_leaves_out_are_never_made_up",
+    ],
+    "A11 merges": [
+        "test_tokenizer.test_merges_as_pairs_and_as_text",
+        "test_tokenizer.test_merges_that_hold_spaces",
+        "test_quantize_cli.test_broken_sources",
+    ],
+    "A12 pre-tokenizers": ["test_tokenizer.test_pre_tokenizers"],
+    "A13 tokens without a row": [
+        "test_source.test_added_token_without_a_row_is_named",
+        "test_source.test_tokenizer_ids_within_the_embedding",
+    ],
+    "A14 damaged shards": [
+        "test_source.test_truncated_shard_is_found_before_any_work",
+        "test_source.test_nan_and_infinity_are_named_by_tensor_and_row",
+    ],
+    "A15 links and names": [
+        "test_source_hostile.test_hub_cache_links_are_followed",
+        "test_source.test_paths_with_spaces_and_other_alphabets",
+    ],
+    "A16 pickles": ["test_source_hostile.test_pickles_are_refused_and_never_opened"],
+    "B1 Hessians of poor text": [
+        "test_pipeline.test_three_tokens_are_enough",
+        "test_pipeline.test_tied_models_hold_one_table_and_poor_text_will_do",
+    ],
+    "B2 tiny weights": ["test_reported_failures.test_tiny_weights_stay_finite"],
+    "B3 subnormals": ["test_source.test_bf16_and_fp16_subnormals_are_exact_even_where_arithmetic_flushes_them"],
+    "B4 large activations": [
+        "test_reported_failures.test_overflow_in_fp32_names_the_layer",
+        "test_calibrate.test_large_activations",
+    ],
+    "B5 a full disk": ["test_resume.test_a_disk_that_is_really_full", "test_format.test_space_is_checked_up_front"],
+    "B6 killed runs": ["test_resume.test_killed_at_random_moments", "test_pipeline.test_killed_runs_go_on"],
+    "B7 what was typed": [
+        "test_quantize_cli.test_json_and_resume_after_an_interrupt",
+        "test_pipeline.test_other_options_do_not_resume",
+    ],
+    "B8 too little text": ["test_calibrate.test_too_little_text_is_counted"],
+    "B9 the same bytes": ["test_pipeline.test_threads_do_not_change_a_byte"],
+    "B10 memory": [
+        "test_pipeline.test_one_layer_is_in_memory_at_a_time",
+        "test_pipeline.test_memory_limits_of_control_groups_are_seen",
+        "test_reported_failures.test_too_little_memory_is_told",
+    ],
+    "B11 large vocabularies": ["test_pipeline.test_heads_that_are_made_in_chunks_are_the_same"],
+    "B12 templates and tokenizer files": [
+        "test_pipeline.test_chat_templates_and_tokenizer_files_come_along",
+        "test_chat_template.test_same_choice_as_transformers",
+    ],
     "C1 a card that the Hub refuses": [
         "test_hub.test_a_card_that_the_hub_refuses",
         "test_hub.test_metadata_of_a_source",

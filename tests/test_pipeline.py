@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from twobit.errors import FormatError, UsageError
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.format.writer import staging_path
+from twobit.memory import cgroup_limit
 from twobit.quant import pipeline
+from twobit.quant import plan as plan_module
 from twobit.quant.decoder import Decoder
 from twobit.quant.pipeline import Options, Progress, quantize
 from twobit.quant.plan import memory_bytes, plan
@@ -141,7 +146,9 @@ def test_weights_come_back(source: Path, made: tuple[Path, dict[str, Any]]) -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from twobit.memory import cgroup_limit
 from twobit.quant import pipeline
+from twobit.quant import plan as plan_module
 from twobit.quant.decoder import Decoder
 from twobit.quant.pipeline import Options, Progress, quantize
 
@@ -382,6 +389,79 @@ def test_outputs_are_replaced_only_when_asked(tied: Path, tmp_path: Path) -> Non
     with pytest.raises(FormatError, match=r"precious\.txt"):
         quantize(tied, out, options(calib_tokens=32, overwrite=True))
     assert (out / "precious.txt").read_text() == "keep me"
+
+
+def test_memory_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
+    """That of systemd-run -p MemoryMax= lies in a folder of its own, or in one around it."""
+    process, root = tmp_path / "cgroup", tmp_path / "fs"
+    service = root / "user.slice" / "run-1.service"
+    service.mkdir(parents=True)
+    process.write_text("0::/user.slice/run-1.service\n")
+    assert cgroup_limit(process, root) is None
+    (service / "memory.max").write_text("max\n")
+    assert cgroup_limit(process, root) is None
+    (service.parent / "memory.max").write_text("300000000\n")
+    assert cgroup_limit(process, root) == 300_000_000
+    (service / "memory.max").write_text("100000000\n")
+    assert cgroup_limit(process, root) == 100_000_000
+    old = root / "memory" / "job"
+    old.mkdir(parents=True)
+    process.write_text("5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
+    (old / "memory.limit_in_bytes").write_text("200000000\n")
+    assert cgroup_limit(process, root) == 200_000_000
+    (root / "memory.max").write_text("50000000\n")  # a container: the root is its own group
+    assert cgroup_limit(tmp_path / "absent", root) == 50_000_000
+
+
+def test_the_memory_of_a_limited_process_is_what_it_is_told() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "from twobit.quant.plan import available_memory; assert available_memory() <= 4 << 30"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tokenizer(make_checkpoint("llama", tmp_path / "deep", num_hidden_layers=6))
+    layer, seen = pipeline._Run._layer, list[list[weakref.ref[torch.Tensor]]]()
+
+    def watched(run: Any, key: str, index: int, specs: Any, weights: Any, *rest: Any) -> None:
+        gc.collect()
+        assert not any(kept() is not None for kept in itertools.chain(*seen[: index - 1]))  # two layers and more before
+        seen.append([weakref.ref(weight) for weight in weights.values()])
+        layer(run, key, index, specs, weights, *rest)
+
+    monkeypatch.setattr(pipeline._Run, "_layer", watched)
+    quantize(source, tmp_path / "out", options(calib_tokens=64))
+    assert len(seen) == 6 and all(seen)
+    gc.collect()
+    assert not any(kept() is not None for kept in itertools.chain(*seen))
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied"])
+def test_heads_that_are_made_in_chunks_are_the_same(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tokenizer(make_checkpoint(variant, tmp_path / "source"))
+    quantize(source, tmp_path / "whole", options())
+    monkeypatch.setattr(plan_module, "CHUNK_WEIGHTS", 1)  # ROW_STEP rows at a time
+    quantize(source, tmp_path / "chunks", options())
+    whole, chunks = open_model(tmp_path / "whole", check=True), open_model(tmp_path / "chunks", check=True)
+    ours, theirs = chunks.matrix("lm_head"), whole.matrix("lm_head")
+    assert ours.shape[0] > 3 * pipeline.ROW_STEP and ours.shape[0] % pipeline.ROW_STEP
+    for name in ("codes", "s", "m", "row_scale", "row_a", "row_b", "residual", "f"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    checkpoint = Checkpoint.open(source)
+    weight = checkpoint.read(checkpoint.architecture.tensors()[-1]).numpy()
+    assert np.linalg.norm(layout.dequantize(ours)[1] - weight) < 0.03 * np.linalg.norm(weight)
+    if not checkpoint.architecture.tied:
+        for mine, other in zip(
+            chunks.embedding("model.embed_tokens"), whole.embedding("model.embed_tokens"), strict=True
+        ):
+            assert np.array_equal(mine, other)
+    assert {name: entry.shape for name, entry in chunks.manifest.tensors.items()} == {
+        name: entry.shape for name, entry in whole.manifest.tensors.items()
+    }
 
 
 def test_peak_memory_stays_within_the_formula(source: Path, tmp_path: Path) -> None:

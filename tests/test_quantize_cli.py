@@ -86,6 +86,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickle only": (only_pickle, "pytorch_model.bin"),
     "no tokenizer": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json"),
+    "unknown tokenizer": (
+        lambda p: (p / "tokenizer.json").write_text('{"model": {"type": "Strange", "vocab": {"a": 0}}}'),
+        "tokenizer.json: a tokenizer of type 'Strange'",
+    ),
     "no config": (lambda p: (p / "config.json").unlink(), "config.json"),
 }
 

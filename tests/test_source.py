@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,6 +83,26 @@ def test_reads_families(tmp_path: Path, variant: str) -> None:
         assert any(name.startswith(("vision_tower", "model.vision_tower")) for name in checkpoint.extras)
     else:
         assert checkpoint.extras == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "intermediate_size"],
+)
+def test_sizes_that_a_nested_config_leaves_out_are_never_made_up(tmp_path: Path, name: str) -> None:
+    make_checkpoint("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"][name]
+    config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TwobitError) as raised:
+        Checkpoint.open(tmp_path)
+    told = str(raised.value)
+    if name in ("num_hidden_layers", "intermediate_size"):
+        assert "config.json" in told and name in told and "missing" in told
+    else:  # the class's default, which the tensors contradict
+        assert re.search(r"[a-z_]+\.(weight|proj)", told), told
+        assert len(re.findall(r"\[[0-9, ]+\]", told)) == 2, told
 
 
 def test_bf16_and_fp16_subnormals_are_exact_even_where_arithmetic_flushes_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat_template import CHATS, FAMILIES
@@ -15,6 +16,7 @@ from tiny_tokenizers import SPLITS, TEXT, byte_fallback, byte_level, folder, uni
 from tokenizers import decoders, processors
 
 from twobit.errors import TokenizerError
+from twobit.runtime import tokenizer_cache
 from twobit.runtime.tokenizer import Tokenizer
 
 PROMPTS = [
@@ -115,6 +117,21 @@ def test_merges_as_pairs_and_as_text(tmp_path: Path) -> None:
         ids.append([Tokenizer.load(path).encode(t) for t in TEXT])
     assert ids[0] == ids[1]
     assert min(map(len, ids[0])) > 0
+
+
+def test_merges_that_hold_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOBIT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tokenizer_cache, "LEAST", 0)
+    path = folder(tmp_path / "model", byte_level())
+    vocab = {"a": 0, "b": 1, " ": 2, "b ": 3, "ab ": 4}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["b", " "], ["a", "b "]]}
+    (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    text = "ab ab abb "
+    theirs = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")).encode(text).ids
+    assert theirs == [4, 4, 0, 1, 3]
+    assert Tokenizer.load(path).encode(text) == theirs
+    assert tokenizer_cache.keep(path / "tokenizer.json")
+    assert Tokenizer.load(path).encode(text) == theirs  # by the kept form
 
 
 def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
@@ -314,7 +331,8 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         ("tokenizer_config.json", "[" * 100_000, "JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"1": 5}}', "not a token"),
         ("generation_config.json", "nope", "not valid JSON"),
-        ("tokenizer.json", '{"model": {"type": "Strange"}}', "cannot be read"),
+        ("tokenizer.json", '{"model": {"type": "Strange"}}', "type 'Strange' is none of BPE"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}}', "cannot be read"),
     ]:
         copy = tmp_path / "b"
         shutil.copytree(path, copy)

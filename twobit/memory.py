@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def peak_memory() -> int:
@@ -30,3 +31,25 @@ def address_space() -> int | None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def cgroup_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least memory limit in bytes of the control groups around this process (systemd, containers), None: none."""
+    try:
+        lines = process.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    limits = []
+    for line in [*lines, "0::/", "0:memory:/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = folder / path.lstrip("/")  # a container may see the path of its host: then the root is its own group
+        for each in (group, *group.parents):
+            if each.is_relative_to(folder):
+                try:
+                    limits.append(int((each / name).read_text(encoding="ascii")))
+                except (OSError, ValueError):  # "max"
+                    continue
+    return min(limits, default=None)

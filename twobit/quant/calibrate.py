@@ -123,13 +123,15 @@ class Encoder:
         """`render` is the model's chat template; None: it has none. CalibrationError without a usable tokenizer."""
         from tokenizers import Tokenizer
 
+        from twobit.runtime.tokenizer import unreadable
+
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise CalibrationError(f"{folder}: no tokenizer.json, which calibration needs", "add the model's tokenizer")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises Exception itself
-            raise CalibrationError(f"{file}: {error}") from error
+            raise CalibrationError(unreadable(file, error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab = vocab

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import FormatError, RuntimeFailure, UsageError, impossible
 from twobit.format.writer import check_output, check_replaceable, required_bytes
-from twobit.memory import address_space
+from twobit.memory import address_space, cgroup_limit
 from twobit.quant import allocate, calibrate
 from twobit.quant.recipe import Recipe, entries
 from twobit.quant.states import spill_bytes
@@ -250,11 +250,5 @@ def available_memory() -> float:
             found += [1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]
     except OSError:
         pass
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            found.append(float(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
-    if limit := address_space():
-        found.append(float(limit))
+    found += [float(limit) for limit in (cgroup_limit(), address_space()) if limit]
     return min(found)

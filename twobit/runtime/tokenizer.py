@@ -24,6 +24,7 @@ from twobit.runtime import tokenizer_cache
 from twobit.runtime.chat_template import ChatTemplate, Message, find_template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 _USER_BASE, _CONTROL_BASE = 0xF0000, 0x100000  # private-use planes 15 and 16
 _WINDOW = 4  # units of context when a token is decoded; a decoder looks back one token at most
 _PROBE_USER, _PROBE_ANSWER = "Kuvoqe", "Zimtaru"  # words that no template contains
@@ -482,7 +483,18 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
     except Exception as error:  # tokenizers raises plain Exception
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(unreadable(path, error)) from error
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a tokenizer.json that the tokenizers library does not read."""
+    try:
+        kind = json.loads(path.read_bytes())["model"]["type"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        kind = None
+    if isinstance(kind, str) and kind not in _KINDS:
+        return f"{path}: a tokenizer of type {kind[:40]!r} is none of {', '.join(_KINDS)}"
+    return f"{path} cannot be read: {error}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
