@@ -4,13 +4,15 @@
     python bench/draft_experiments.py score CHECKPOINT --model MODEL...
     python bench/draft_experiments.py gaussian
     python bench/draft_experiments.py distill CHECKPOINT --model MODEL --tokens 32768 --rate 0.003
+    python bench/draft_experiments.py damping CHECKPOINT --layers 13 --tokens 16384
     python bench/draft_experiments.py variants CHECKPOINT --layers 4 --tokens 12288 A: "S:seq=True,alpha=1,lam=1"
 
 Text: chats that the demo model wrote, from the end of the calibration text (held out as long as --tokens stays below
 50,000). KL is KL(reference || draft) in nats per token, the draft attending to the reference's keys and values in
 blocks of 8; a8 the tokens of such a block before the first that differs from the text. `variants` quantizes linears
 only and shows paired differences to the first variant. `distill` trains the row scales of a packed model's draft and
-shows paired differences to the model as it is. `gaussian` compares the lattice on independent Gaussian
+shows paired differences to the model as it is. `damping` rounds rows of the last of --layers with more and less of it,
+towards the weights as they are. `gaussian` compares the lattice on independent Gaussian
 weights with the rate-distortion bound and with what QTIP (Tseng et al. 2024) publishes for its trellis code.
 Settings of a variant:
 
@@ -42,12 +44,14 @@ from twobit.format.reader import open_model
 from twobit.quant import calibrate, pipeline
 from twobit.quant.calibrate import SHARED
 from twobit.quant.decoder import Cache, Decoder
-from twobit.quant.rounding import Rounded, draft_weights, prepare, round_draft
+from twobit.quant.rounding import Rounded, draft_weights, prepare, round_draft, round_matrix
 from twobit.quant.source import Checkpoint
 from twobit.quant.tune import BLOCK, drafting
+from twobit.variants import rounded
 
 Tensors = dict[str, torch.Tensor]
 PARTS = ("q", "o", "gate", "down")
+ROWS = 384  # of a matrix, rounded by `damping`
 FIRST = 20  # tokens of a text that are not predicted
 
 
@@ -290,6 +294,48 @@ def distill(lab: Lab, model: Path, tokens: int, threads: int, rate: float, passe
                 show(f"after {turn + 1} steps", score(), base, time.process_time())
 
 
+def damping(folder: Path, layers: int, tokens: int) -> None:
+    """Relative errors of draft and full weights, plain and of their answers to held-out text, by the damping of the
+    Hessian; the first ROWS rows of the matrices of layer `layers` - 1."""
+    checkpoint = Checkpoint.open(folder)
+    decoder, specs = Decoder(checkpoint.architecture), checkpoint.architecture.tensors()
+    encode = calibrate.Encoder(checkpoint.folder, checkpoint.architecture.vocab, pipeline._render(checkpoint))
+    made = calibrate.sequences(calibrate.load_default(), encode, tokens=tokens, source="the package's text")
+    own = [d for d in calibrate.load_default() if d.source.startswith("generated/")][-14:]
+    texts = [ids for d in own if len(ids := [*encode.prefix, *encode(d)][:300]) > 3 * FIRST]
+    embed = calibrate.embedder(checkpoint, [*made.sequences, *texts])
+    states = [embed(i) for i in range(len(made.sequences) + len(texts))]
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for index in range(layers):
+        weights = {s.name: checkpoint.read(s) for s in specs if s.layer == index}
+        last = index == layers - 1
+
+        def hook(module: str, x: torch.Tensor, last: bool = last) -> None:
+            if last:
+                inputs.setdefault(module, []).append(x)
+
+        states = [decoder.layer(index, x, weights, hook=hook) for x in states]
+    others = sum(map(len, texts))
+    print(f"layer {layers - 1}, {made.tokens} tokens; errors: plain, of the answers to {others} other tokens")
+    for spec in (s for s in specs if s.layer == layers - 1 and s.role == "linear" and s.part in PARTS):
+        found = inputs[spec.module]
+        x, held = torch.cat(found[: len(made.sequences)]), torch.cat([t[1:] for t in found[len(made.sequences) :]])
+        weight = weights[spec.name][:ROWS].contiguous()
+        hessian, answers = x.T @ x, held @ weight.T
+
+        def errors(other: torch.Tensor, w: Any = weight, held: Any = held, answers: Any = answers) -> str:
+            answered = float((held @ (other - w).T).norm() / answers.norm())
+            return f"{float((other - w).norm() / w.norm()):.5f} {answered:.5f}"
+
+        print(f"{spec.part} {tuple(spec.shape)}: Q8_0 {errors(rounded(weight, 'q8_0'))}", flush=True)
+        for amount in (0.1, 0.3, 1.0, 3.0):
+            factor = prepare(hessian, amount)
+            draft = round_draft(weight, factor, threads=torch.get_num_threads())
+            whole = round_matrix(weight, factor, draft=draft, threads=torch.get_num_threads())
+            full = torch.from_numpy(layout.dequantize(whole)[1])
+            print(f"  damping {amount:<4g} draft {errors(draft_weights(draft))}  full {errors(full)}", flush=True)
+
+
 def gaussian() -> None:
     """Mean squared error of the draft's codes on independent N(0, 1), beside the bound and a trellis code."""
     from twobit.quant.rounding import identity
@@ -306,7 +352,7 @@ def gaussian() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("score", "distill", "variants", "gaussian"))
+    parser.add_argument("what", choices=("score", "distill", "damping", "variants", "gaussian"))
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("variants", nargs="*", metavar="NAME:SETTINGS")
     parser.add_argument("--model", type=Path, action="append", default=[])
@@ -322,6 +368,8 @@ def main() -> None:
         return gaussian()
     if args.checkpoint is None:
         parser.error("CHECKPOINT is missing")
+    if args.what == "damping":
+        return damping(args.checkpoint, args.layers, args.tokens)
     lab = Lab(args.checkpoint)
     if args.what == "variants":
         return variants(lab, args.layers, args.tokens, args.variants)
