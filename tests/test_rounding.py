@@ -3,6 +3,8 @@ measured against, and unmoved by degenerate input."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -384,3 +386,22 @@ def test_a_residual_has_the_same_bytes_on_every_level_and_split(monkeypatch: pyt
     for level in ("generic", "avx2"):
         monkeypatch.setattr(rounding, "cpu_level", lambda level=level: level)
         assert_same(round_matrix(w, factor, draft=round_draft(w * 0.9, factor)), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_factors_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(600, 331, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    matrix = x.T @ x / 600 + 0.1 * torch.eye(331, dtype=dtype)
+    exact = torch.linalg.cholesky(matrix.double())
+    monkeypatch.setattr(rounding, "DOUBLE_COLUMNS", 64)
+    monkeypatch.setattr(rounding, "BLOCK", 64)
+    alone = matrix.clone()
+    assert rounding._cholesky(alone, None)
+    assert float((alone.tril() - exact).abs().max()) < (1e-5 if dtype == torch.float32 else 1e-13)
+    with ThreadPoolExecutor(3) as pool:
+        together = matrix.clone()
+        assert rounding._cholesky(together, pool)
+    assert torch.equal(together.tril(), alone.tril())
+    bad = matrix.clone()
+    bad[200, 200] = -1
+    assert not rounding._cholesky(bad, None)

@@ -35,8 +35,7 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     """Seconds by what takes them: reading, forward, hessians, factors, rounding, writing."""
     import torch
 
-    from twobit.quant.plan import factors_together
-    from twobit.quant.rounding import DOUBLE_COLUMNS
+    from twobit.quant.rounding import BLOCK, DOUBLE_COLUMNS
 
     architecture, tokens = checkpoint.architecture, options.calib_tokens
     measured = min(options.threads, default_threads())
@@ -64,9 +63,9 @@ def estimate(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
         "forward": (2 * tokens + measuring) * sum(macs for _, macs, _ in layers) * forward / more,
         # half of X^T X and all of V^T X
         "hessians": tokens * sum(w * w / 2 + w * min(w, architecture.hidden) for w in widths) * panel / more,
-        # one to round by, and one in fp32 to fit targets by, which is solved with on all threads
+        # one to round by, and one in fp32 to fit targets by, which is solved with; on all threads where it is wide
         "factors": sum(
-            w**3 * _factoring(double if w <= DOUBLE_COLUMNS else single, single, factors_together(w, options.threads))
+            w**3 * (double + single) if w <= DOUBLE_COLUMNS else 2 * (w * BLOCK**2 * single + w**3 / 6 * panel / more)
             for w in widths
         )
         + solving * panel / more,
@@ -91,11 +90,6 @@ def _layer_counts(architecture: Architecture, index: int) -> tuple[int, int, lis
     # scores and values of the causal half of a sequence
     attention = calibrate.SEQUENCE * layer.n_heads * layer.head_dim
     return weights, weights + attention, [s.shape[1] for s in specs if s.part in calibrate.SHARED.values()]
-
-
-def _factoring(own: float, other: float, together: bool) -> float:
-    """Of two factorizations, on one thread each."""
-    return max(own, other) if together else own + other
 
 
 def _solving(architecture: Architecture, index: int) -> int:

@@ -421,12 +421,10 @@ class _Run:
 
             group = [s for s in specs if s.role == "linear" and calibrate.SHARED[s.part] == part]
             hessian, drafts = statistics.hessian, {}
-            together = plan.factors_together(len(hessian), self.options.threads)
-            early = self.pool.submit(self._factor, hessian, group) if together else None
             target = self._target(statistics)
             wanted = {spec.name: target(weights[spec.name]) for spec in group}
             del target  # as large as a Hessian
-            factor = self._factor(hessian, group) if early is None else early.result()
+            factor = self._factor(hessian, group)
             for spec in group:
                 draft = self._draft(spec, wanted.pop(spec.name), factor)
                 drafts[spec.name] = draft_weights(draft)
@@ -481,7 +479,7 @@ class _Run:
 
         names = ", ".join(spec.module for spec in group)
         try:
-            factor = prepare(hessian, DAMPING + SPARSE_DAMPING * len(hessian) / self.calibration.tokens)
+            factor = prepare(hessian, DAMPING + SPARSE_DAMPING * len(hessian) / self.calibration.tokens, self.pool)
         except CalibrationError as error:
             raise CalibrationError(f"{names}: {error}", error.hint) from error
         if factor.note:

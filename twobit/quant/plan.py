@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 BASE_MEMORY = 800_000_000  # bytes: interpreter, torch, tokenizer, read buffers
-TOGETHER = 16384  # columns of the widest Hessian that is factored twice at the same time
 CHUNK_WEIGHTS = 1 << 22  # weights of a head or an embedding that are worked on at a time
 
 
@@ -191,8 +190,7 @@ def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
     - the first states: the embedding's rows in use, fp32;
     - a layer's pass: its weights in fp32 and those of the draft, the scratch of all tokens (in files past
       calibrate.SCRATCH_MEMORY), the sums of one group of its linears, the inputs of two chunks of tokens;
-    - or, in the place of the inputs, a group's rounding: its targets, a factor of the Hessian and its root, the root
-      that targets are fitted with where there are threads for it, the codes;
+    - or, in the place of the inputs, a group's rounding: its targets, a factor of the Hessian and its root, the codes;
     - the head, or an untied embedding: its planes, twice while they are put together, and its Hessian's factor.
     """
     stages = [4 * min(tokens, architecture.vocab) * architecture.hidden]
@@ -214,8 +212,9 @@ def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
             outputs = architecture.hidden if part in ("o", "down") else w
             sums = 4 * w * (w + outputs)
             chunk = 4 * (calibrate.CHUNK_TOKENS + calibrate.SEQUENCE) * 3 * (w + outputs)
-            fitting = _target_bytes(w) if factors_together(w, threads) else 0
-            rounding = _factor_bytes(w) + fitting + 4 * weights[part] + 5 * max(math.prod(s.shape) for s in group)
+            rounding = (
+                max(_factor_bytes(w), _target_bytes(w)) + 4 * weights[part] + 5 * max(math.prod(s.shape) for s in group)
+            )
             stages.append(int(kept + packed) + sums + max(chunk + passing, rounding))
             packed += 1.5 * weights[part]
     table = architecture.vocab * architecture.hidden
@@ -233,13 +232,8 @@ def _factor_bytes(width: int) -> int:
 
 
 def _target_bytes(width: int) -> int:
-    """The root of a Hessian that targets are fitted with, and what LAPACK copies of it."""
+    """The root of a Hessian that targets are fitted with, and what is solved with it or LAPACK copies of it."""
     return 8 * width * width
-
-
-def factors_together(width: int, threads: int) -> bool:
-    """Whether a Hessian is factored for the rounding and for the targets at the same time: it costs memory."""
-    return threads > 1 and width <= TOGETHER
 
 
 def available_memory() -> float:

@@ -9,7 +9,7 @@ The loops are in csrc/rounding_body.inc.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ PANEL = 256
 SOLVED_ROWS = 256  # of a target, found together
 DOUBLE_COLUMNS = 4096
 """Hessians up to this size are factored in double precision, wider ones in single to halve the memory."""
+BLOCK = 1024  # columns of a wide matrix that are factored together
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,39 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _cholesky(root: torch.Tensor, pool: Executor | None) -> bool:
+    """Puts the lower Cholesky factor of a symmetric matrix into its lower triangle, the upper one is scratch; False
+    where the matrix is not positive definite.
+
+    Wide ones are factored in blocks, which the pool works on at the same time, torch computing on one thread in each
+    worker; the result does not depend on the pool.
+    """
+    columns, step = len(root), BLOCK if len(root) > DOUBLE_COLUMNS and not root.is_cuda else len(root)
+    blocks = [slice(first, min(first + step, columns)) for first in range(0, columns, step)]
+
+    def each(work: Callable[..., None], *arguments: Sequence[slice]) -> None:
+        list((map if pool is None else pool.map)(work, *arguments))
+
+    for i, block in enumerate(blocks):
+        info = torch.empty((), dtype=torch.int32, device=root.device)
+        corner = root[block, block]
+        torch.linalg.cholesky_ex(corner, out=(corner, info))
+        if int(info) or not bool(torch.isfinite(corner.diagonal()).all()):
+            return False
+        below = blocks[i + 1 :]
+
+        def divide(rows: slice, block: slice = block, corner: torch.Tensor = corner) -> None:
+            root[rows, block] = torch.linalg.solve_triangular(corner.T, root[rows, block], upper=True, left=False)
+
+        def subtract(rows: slice, cols: slice, block: slice = block) -> None:
+            root[rows, cols].addmm_(root[rows, block], root[cols, block].T, alpha=-1)
+
+        each(divide, below)
+        pairs = [(rows, cols) for rows in below for cols in below if cols.start <= rows.start]
+        each(subtract, [rows for rows, _ in pairs], [cols for _, cols in pairs])
+    return True
+
+
 def identity(columns: int, note: str | None = None) -> Factor:
     """The factor of uncorrelated inputs of equal size: no feedback, plain rounding to nearest."""
     energy = np.zeros((columns + 31) // 32 * 32, np.float32)
@@ -100,10 +134,10 @@ def identity(columns: int, note: str | None = None) -> Factor:
     return Factor(columns, None, energy, 0.0, note)
 
 
-def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
+def prepare(hessian: torch.Tensor, damping: float = 0.1, pool: Executor | None = None) -> Factor:
     """Factor a Hessian [columns, columns] (symmetric, fp32 or fp64), which must not change while the factor is used.
 
-    It is factored on its device; the factor lies on the CPU.
+    It is factored on its device; the factor lies on the CPU. pool: see `_cholesky`.
     `damping` mean diagonals are added to the diagonal, which also covers columns that were always zero. Where that is
     not enough it is raised tenfold up to MAX_DAMPING, and then the identity stands in; `note` says so.
     Raises CalibrationError when the Hessian holds a NaN or an infinity.
@@ -122,9 +156,7 @@ def prepare(hessian: torch.Tensor, damping: float = 0.1) -> Factor:
             # flipped, so that the lower Cholesky factor is the upper one of H = F diag(d) F^T; factored in place
             root = hessian.flip(0, 1).to(torch.float64 if columns <= DOUBLE_COLUMNS else torch.float32).div_(mean)
             root.diagonal().add_(damping)
-            info = torch.empty((), dtype=torch.int32, device=root.device)
-            torch.linalg.cholesky_ex(root, out=(root, info))
-            if int(info) == 0 and bool(torch.isfinite(root.diagonal()).all()):
+            if _cholesky(root, pool):
                 break
             damping = max(10 * damping, 0.01)
             if damping > MAX_DAMPING:
@@ -156,16 +188,14 @@ def targets(
     """weight [rows, columns] -> the matrix that a draft with these inputs should come close to (see Statistics).
 
     It is the weight and the regression of what is missing on the draft's inputs, damped by `damping` mean diagonals:
-    in fp32, since so much damping bounds the condition by the columns over `damping`. pool: for the solving, on whose
-    workers torch computes on one thread; the result does not depend on it.
+    in fp32, since so much damping bounds the condition by the columns over `damping`. pool: see `_cholesky`.
     """
     mean = float(hessian.diagonal().double().mean())
     with _one_torch_thread():
         root = hessian / max(mean, 1e-30)
         root.diagonal().add_(damping)
-        info = torch.empty((), dtype=torch.int32, device=root.device)
-        torch.linalg.cholesky_ex(root, out=(root, info))
-    if not mean > 1e-30 or int(info) or not bool(torch.isfinite(root.diagonal()).all()):
+        definite = _cholesky(root, pool)
+    if not mean > 1e-30 or not definite:
         return lambda weight: weight
 
     def by_rows(work: Callable[..., torch.Tensor], *matrices: torch.Tensor) -> torch.Tensor:
