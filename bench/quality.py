@@ -87,7 +87,6 @@ def run(args: argparse.Namespace) -> None:
 def quantize(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:
     """This recipe's model, and by the same pass those of the others that are asked for and not made yet."""
     from twobit.cli.progress import Bars
-    from twobit.format.reader import open_model
     from twobit.quant.calibrate import DEFAULT_TOKENS
     from twobit.quant.pipeline import Options
     from twobit.quant.pipeline import quantize as make
@@ -106,10 +105,17 @@ def quantize(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, 
             make(source, folder / "model", options, progress, siblings)
         finally:
             progress.close()
+    names = [other.name for other in together]
+    for other in together[1:]:  # the first is written by `run`, with the seconds of the pass
+        write(other / "quantize.json", _made(other) | {"together": names})
+    return _made(folder) | {"together": names}
+
+
+def _made(folder: Path) -> dict[str, Any]:
+    from twobit.format.reader import open_model
+
     made = open_model(folder / "model").manifest
-    found = {**made.bits(), "errors": made.recipe["errors"], "calibration": made.calibration}
-    found["damping"] = [made.recipe["damping"], made.recipe["sparse_damping"]]
-    return found | {"together": [other.name for other in together]}
+    return {**made.bits(), "errors": made.recipe["errors"], "calibration": made.calibration}
 
 
 def kl(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -97,6 +97,10 @@ def test_siblings_have_the_bytes_of_runs_of_their_own(
                 ours, theirs = model.matrix(module), six.matrix(module)  # the same draft whatever the residual
                 assert np.array_equal(ours.codes, theirs.codes), module
                 assert np.allclose(layout.dequantize(ours)[0], layout.dequantize(theirs)[0], rtol=1e-6, atol=0), module
+    for other in (folder / "x", folder / "x" / "y", folder / "x.partial"):
+        with pytest.raises(UsageError, match="lies in"):
+            quantize(source, folder / "x", options(), siblings=[(other, Recipe(residual=8))])
+        assert not (folder / "x").exists() and not staging_path(folder / "x").exists()
     with pytest.raises(ValueError, match="other rules"):
         more = Recipe(rules=(Rule("down_proj", 3, 6),))
         quantize(source, folder / "x", options(), siblings=[(folder / "y", more)])
@@ -391,6 +395,27 @@ def test_outputs_are_replaced_only_when_asked(tied: Path, tmp_path: Path) -> Non
     assert (out / "precious.txt").read_text() == "keep me"
 
 
+def test_a_changed_recipe_of_the_package_does_not_resume(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the codes depend on beside the options: two halves by two recipes are no model."""
+    with monkeypatch.context() as context:
+        context.setattr(pipeline, "DAMPING", 0.1)
+        context.setattr(pipeline._Run, "_head", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            quantize(source, tmp_path / "out", options())
+    with pytest.raises(FormatError, match="damping") as raised:
+        quantize(source, tmp_path / "out", options())
+    assert "0.1" in str(raised.value) and str(pipeline.DAMPING) in str(raised.value)
+
+
+def test_a_spill_folder_in_the_output_is_refused(source: Path, tmp_path: Path) -> None:
+    for spill in (tmp_path / "out", tmp_path / "out" / "deep"):
+        with pytest.raises(UsageError, match="spill"):
+            quantize(source, tmp_path / "out", options(spill=spill))
+        assert not list(tmp_path.iterdir())
+
+
 def test_memory_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
     """That of systemd-run -p MemoryMax= lies in a folder of its own, or in one around it."""
     process, root = tmp_path / "cgroup", tmp_path / "fs"
@@ -411,6 +436,13 @@ def test_memory_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
     assert cgroup_limit(process, root) == 200_000_000
     (root / "memory.max").write_text("50000000\n")  # a container: the root is its own group
     assert cgroup_limit(tmp_path / "absent", root) == 50_000_000
+    odd = root / os.fsdecode(b"\xff\xe2\x80\xa8")  # no UTF-8, and what Unicode takes for the end of a line
+    odd.mkdir()
+    (odd / "memory.max").write_text("40000000\n")
+    process.write_bytes(b"\nnothing\n0:x\n0::/\xff\xe2\x80\xa8\n")
+    assert cgroup_limit(process, root) == 40_000_000
+    (odd / "memory.max").write_text("-1\n")
+    assert cgroup_limit(process, root) == 50_000_000
 
 
 def test_the_memory_of_a_limited_process_is_what_it_is_told() -> None:

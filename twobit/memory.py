@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -36,13 +37,13 @@ def address_space() -> int | None:
 def cgroup_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The least memory limit in bytes of the control groups around this process (systemd, containers), None: none."""
     try:
-        lines = process.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        lines = os.fsdecode(process.read_bytes()).split("\n")
+    except OSError:
         lines = []
     limits = []
     for line in [*lines, "0::/", "0:memory:/"]:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not path or (controllers and "memory" not in controllers.split(",")):
             continue
         folder, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         group = folder / path.lstrip("/")  # a container may see the path of its host: then the root is its own group
@@ -52,4 +53,4 @@ def cgroup_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/
                     limits.append(int((each / name).read_text(encoding="ascii")))
                 except (OSError, ValueError):  # "max"
                     continue
-    return min(limits, default=None)
+    return min((limit for limit in limits if limit >= 0), default=None)

@@ -22,7 +22,7 @@ import numpy as np
 
 from twobit import card
 from twobit.architecture import TensorSpec
-from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError
+from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError, UsageError
 from twobit.format import layout
 from twobit.format.manifest import TensorEntry, canonical_json
 from twobit.format.writer import SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 DAMPING = 0.3  # of the Hessian's mean diagonal, and
 SPARSE_DAMPING = 2.0  # times columns over tokens: what a sum over few tokens says of many columns is mostly chance
+ALGORITHM = 3  # counts what changes codes and is not an option: an unfinished run of another one does not go on
 PULL_DAMPING = 1.0  # of the mean diagonal, where the draft's targets are fitted
 ROW_STEP = 64  # planes of row chunks concatenate at multiples of this
 TEMPLATE_SECONDS = 60.0  # by the clock, per chat of the calibration text: a busy machine is no reason to stop
@@ -77,7 +78,8 @@ def quantize(
     anything is refused; then nothing is written. The source is only read.
 
     siblings: further models of the same source, with the same draft and another residual, made by the same pass over
-    the calibration text; each has the bytes that a run of its own would give it.
+    the calibration text; each has the bytes that a run of its own would give it. Memory and room are foretold as for
+    one; after a stop between the publishing of one and the next, those that are there must be left out.
     """
     options, progress = options or Options(), progress or Progress()
     started = time.monotonic()
@@ -85,8 +87,13 @@ def quantize(
         raise ValueError("siblings with other rules, or with a budget for the draft")
     asked = [(output, options), *((path, replace(options, recipe=recipe)) for path, recipe in siblings)]
     checkpoint = plan.open_source(source, output, options)
+    taken = [output, staging_path(output)]
     for path, other in asked[1:]:
         plan.open_source(source, path, other)
+        for mine in (path, staging_path(path)):
+            if (both := next((t for t in taken if _one_in_the_other(mine, t)), None)) is not None:
+                raise UsageError(f"{mine} lies in {both}, or the other way round", "choose folders beside each other")
+        taken += [path, staging_path(path)]
     architecture = checkpoint.architecture
     for note in checkpoint.notes:
         progress.line(note)
@@ -156,6 +163,11 @@ def quantize(
     }
 
 
+def _one_in_the_other(a: Path, b: Path) -> bool:
+    a, b = Path(os.path.abspath(a)), Path(os.path.abspath(b))
+    return a.is_relative_to(b) or b.is_relative_to(a)
+
+
 # -- before the work ----------------------------------------------------------------------------------------
 
 
@@ -211,6 +223,13 @@ def _fingerprint(weights: str, calibration: calibrate.Calibration, options: Opti
     return {
         "producer": _producer(),
         "source": weights,
+        "algorithm": {
+            "version": ALGORITHM,
+            "damping": DAMPING,
+            "sparse_damping": SPARSE_DAMPING,
+            "pull_damping": PULL_DAMPING,
+            "pull": calibrate.PULL,
+        },
         "options": {
             "residual": options.recipe.residual,
             "residual_group": options.recipe.residual_group,

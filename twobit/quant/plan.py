@@ -124,6 +124,8 @@ def open_source(source: Path, output: Path, options: Options) -> Checkpoint:
     check_output(source, output)
     if options.spill is not None:
         check_output(source, options.spill / "x")
+        if Path(os.path.abspath(options.spill)).is_relative_to(os.path.abspath(output)):
+            raise UsageError(f"--spill-dir {options.spill} lies in the output {output}", "choose a folder beside it")
     checkpoint = Checkpoint.open(source)
     options.recipe.check(spec.module for spec in matrices(checkpoint.architecture))
     if options.draft_bpw is not None:

@@ -202,7 +202,10 @@ def targets(
         """`work` on SOLVED_ROWS rows of all matrices at a time."""
         with _one_torch_thread():
             parts = (map if pool is None else pool.map)(work, *(m.split(SOLVED_ROWS) for m in matrices))
-            return torch.cat(list(parts))
+            found = matrices[0].new_empty(len(matrices[0]), len(root))
+            for part, rows in zip(parts, found.split(SOLVED_ROWS), strict=True):
+                rows.copy_(part)
+            return found
 
     def solve(b: torch.Tensor) -> torch.Tensor:
         """b (H + damping)^-1"""
