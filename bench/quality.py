@@ -544,7 +544,8 @@ counts. Perplexities are those of the reference, by both.
 
 Drafted tokens that the verifier accepts of a chain of 8 and of a tree of 16, the step's own token not counted, greedy,
 by the C runtime along the model's own continuations of the bundled prompts; a step begins where the last one ended.
-Means over code, prose and chat; standard errors over blocks.
+Means over code, prose and chat; standard errors over blocks. Long continuations repeat themselves and are easier to
+draft: results of texts of other lengths (the number of blocks tells) do not compare.
 
 {draft_table}
 
