@@ -214,9 +214,8 @@ def memory_bytes(architecture: Architecture, tokens: int, threads: int) -> int:
             outputs = architecture.hidden if part in ("o", "down") else w
             sums = 4 * w * (w + outputs)
             chunk = 4 * (calibrate.CHUNK_TOKENS + calibrate.SEQUENCE) * 3 * (w + outputs)
-            rounding = (
-                max(_factor_bytes(w), _target_bytes(w)) + 4 * weights[part] + 5 * max(math.prod(s.shape) for s in group)
-            )
+            # what targets are fitted with is gone by then, and smaller: a root, and what is solved with it
+            rounding = _factor_bytes(w) + 4 * weights[part] + 5 * max(math.prod(s.shape) for s in group)
             stages.append(int(kept + packed) + sums + max(chunk + passing, rounding))
             packed += 1.5 * weights[part]
     table = architecture.vocab * architecture.hidden
@@ -231,11 +230,6 @@ def _factor_bytes(width: int) -> int:
     from twobit.quant.rounding import DOUBLE_COLUMNS
 
     return (20 if width <= DOUBLE_COLUMNS else 12) * width * width
-
-
-def _target_bytes(width: int) -> int:
-    """The root of a Hessian that targets are fitted with, and what is solved with it or LAPACK copies of it."""
-    return 8 * width * width
 
 
 def available_memory() -> float:
