@@ -30,7 +30,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +294,9 @@ def distill(lab: Lab, model: Path, tokens: int, threads: int, rate: float, passe
                 show(f"after {turn + 1} steps", score(), base, time.process_time())
 
 
-def damping(folder: Path, layers: int, tokens: int) -> None:
-    """Relative errors of draft and full weights, plain and of their answers to held-out text, by the damping of the
-    Hessian; the first ROWS rows of the matrices of layer `layers` - 1."""
+def matrices(folder: Path, layers: int, tokens: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of q, o, gate and down of layer `layers` - 1: part, the first ROWS rows, X^T X of the calibration's inputs, and
+    inputs of held-out chats [tokens, columns], all fp32."""
     checkpoint = Checkpoint.open(folder)
     decoder, specs = Decoder(checkpoint.architecture), checkpoint.architecture.tensors()
     encode = calibrate.Encoder(checkpoint.folder, checkpoint.architecture.vocab, pipeline._render(checkpoint))
@@ -315,19 +315,24 @@ def damping(folder: Path, layers: int, tokens: int) -> None:
                 inputs.setdefault(module, []).append(x)
 
         states = [decoder.layer(index, x, weights, hook=hook) for x in states]
-    others = sum(map(len, texts))
-    print(f"layer {layers - 1}, {made.tokens} tokens; errors: plain, of the answers to {others} other tokens")
+    print(f"layer {layers - 1}, {made.tokens} tokens; errors: plain, of the answers to {sum(map(len, texts))} others")
     for spec in (s for s in specs if s.layer == layers - 1 and s.role == "linear" and s.part in PARTS):
         found = inputs[spec.module]
         x, held = torch.cat(found[: len(made.sequences)]), torch.cat([t[1:] for t in found[len(made.sequences) :]])
-        weight = weights[spec.name][:ROWS].contiguous()
-        hessian, answers = x.T @ x, held @ weight.T
+        yield spec.part, weights[spec.name][:ROWS].contiguous(), x.T @ x, held
+
+
+def damping(folder: Path, layers: int, tokens: int) -> None:
+    """Relative errors of draft and full weights, plain and of their answers to held-out text, by the damping of the
+    Hessian."""
+    for part, weight, hessian, held in matrices(folder, layers, tokens):
+        answers = held @ weight.T
 
         def errors(other: torch.Tensor, w: Any = weight, held: Any = held, answers: Any = answers) -> str:
             answered = float((held @ (other - w).T).norm() / answers.norm())
             return f"{float((other - w).norm() / w.norm()):.5f} {answered:.5f}"
 
-        print(f"{spec.part} {tuple(spec.shape)}: Q8_0 {errors(rounded(weight, 'q8_0'))}", flush=True)
+        print(f"{part} {tuple(weight.shape)}: Q8_0 {errors(rounded(weight, 'q8_0'))}", flush=True)
         for amount in (0.1, 0.3, 1.0, 3.0):
             factor = prepare(hessian, amount)
             draft = round_draft(weight, factor, threads=torch.get_num_threads())
