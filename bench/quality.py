@@ -44,6 +44,7 @@ RECIPES = {"2+6": Recipe(), "2+6-g32": Recipe(residual_group=32), "2+8": Recipe(
 PARTS = ("quantize", "kl", "acceptance", "peer", "crosscheck")
 OF_DEFAULT = ("acceptance", "peer", "crosscheck")  # measured of 2+6 alone: the other recipes' drafts differ little
 AIMS = {"smollm2": (4.0, 1.3), "gemma3": (4.4, 1.3), "qwen": (5.2, 1.15)}  # accepted of 8, and as a multiple of Q2_K's
+MOST_ERROR = 0.08  # standard error of the accepted of 8
 IMPORTANCE_TOKENS = 8192
 Q2_K_BITS = 84 * 8 / 256
 CHUNK = 512  # tokens that llama-perplexity evaluates at once; it scores the second half
@@ -377,12 +378,15 @@ MEASURE: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] =
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """All parts that are done, by checkpoint and recipe."""
+    """All parts that are done, by checkpoint and recipe; of the texts of `acceptance` the tokens of the longest."""
     found: dict[str, Any] = {}
     for name in CHECKPOINTS:
         for recipe in RECIPES:
             folder = out / name / recipe
             parts = {part: read(folder / f"{part}.json") for part in PARTS if (folder / f"{part}.json").exists()}
+            if "acceptance" in parts:
+                texts = read(folder / "texts.json")
+                parts["acceptance"]["longest_text"] = max(len(text["ids"]) - text["first"] for text in texts)
             if parts:
                 found.setdefault(name, {})[recipe] = parts
     return found
@@ -438,10 +442,12 @@ def page(results: Mapping[str, Any]) -> str:
                 cells(
                     name,
                     recipe,
-                    f"{chain:.2f} ± {data['stderr']:.2f}",
+                    f"{chain:.2f} ± {data['stderr']:.3f}",
                     f"≥ {AIMS[name][0]:g}: {verdict(chain, AIMS[name][0], True)}",
-                    f"{data['tree16_tokens_per_step'] - 1:.2f} ± {data['tree16_stderr']:.2f}",
+                    f"≤ {MOST_ERROR:g}: {verdict(data['stderr'], MOST_ERROR)}",
+                    f"{data['tree16_tokens_per_step'] - 1:.2f} ± {data['tree16_stderr']:.3f}",
                     kinds,
+                    f"{data['longest_text']:,}",
                     f"{data['blocks']:,}",
                 )
             )
@@ -498,7 +504,8 @@ def page(results: Mapping[str, Any]) -> str:
     head = "KL | {} | ratio | aim | same top token | floor | tokens"
     weights_table = table("checkpoint | recipe | residual bits | " + head.format("KL of Q8_0"), weights)
     runtime_table = table("checkpoint | recipe | " + head.format("KL of Q8_0, int8"), runtime)
-    draft_table = table("checkpoint | recipe | of 8 | aim | tree of 16 | of 8 by kind | blocks", drafts)
+    head = "checkpoint | recipe | of 8 | aim | aim for ± | tree of 16 | of 8 by kind | longest text | blocks"
+    draft_table = table(head, drafts)
     head = "checkpoint | recipe | bits | twobit, of 8 | Q2_K, of 8 | difference | ratio | KL, twobit / Q2_K | blocks"
     peer_table = table(head, beside)
     head = "checkpoint | recipe | Q8_0, weights | Q8_0, int8 | llama.cpp's Q8_0 | twobit, weights | perplexity | tokens"
@@ -506,9 +513,9 @@ def page(results: Mapping[str, Any]) -> str:
     return f"""# Quality, measured
 
 Written by `python bench/quality.py page > docs/quality.md` from `bench/results/quality.json`, which
-`python bench/quality.py collect` makes of what `make bench-quality` (`bench/quality.py run`) measured.
-± are standard errors. The checkpoints are those of `scripts/reference_checkpoints.py`: real models, with noise of
-one step of their source's grid.
+`python bench/quality.py collect` makes of what `make bench-quality` (`bench/quality.py run`) measured, some of it with
+another `--tokens` than its default: the tables say how many. ± are standard errors. The checkpoints are those of
+`scripts/reference_checkpoints.py`: real models, with noise of one step of their source's grid.
 
 ## Models
 
@@ -520,8 +527,9 @@ are relative, of draft and full weights, in the metric of the calibration inputs
 ## The verifier's weights beside Q8_0
 
 KL(reference || model) in nats per token, fp32 logits, weights alone, on the reference's own greedy continuations of
-bundled prompts. Q8_0 is llama.cpp's rounding of linears, head and embeddings. Ratios are paired. Floor: the reference
-against itself with its sums in another order.
+bundled prompts. Q8_0 is llama.cpp's rounding of linears, head and embeddings, at 8.5 bits; the full weights take draft
+and residual, of which the aims limit the residual. Ratios are paired. Floor: the reference against itself with its sums
+in another order.
 
 {weights_table}
 
@@ -544,8 +552,9 @@ counts. Perplexities are those of the reference, by both.
 
 Drafted tokens that the verifier accepts of a chain of 8 and of a tree of 16, the step's own token not counted, greedy,
 by the C runtime along the model's own continuations of the bundled prompts; a step begins where the last one ended.
-Means over code, prose and chat; standard errors over blocks. Long continuations repeat themselves and are easier to
-draft: results of texts of other lengths (the number of blocks tells) do not compare.
+Means over code, prose and chat; standard errors over blocks, as if those of one text were independent draws (the next
+section takes texts as the draws). Long continuations repeat themselves and are easier to draft: results of texts of
+other lengths do not compare ("longest text" is in tokens).
 
 {draft_table}
 
