@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=distillation.RATE)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # variants may stand behind options
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
     if args.what == "gaussian":
