@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -323,6 +324,10 @@ def test_vocabulary_and_rows(tmp_path: Path) -> None:
 # -- files --
 
 
+def _normalized(path: Path, normalizer: dict[str, object]) -> str:
+    return json.dumps(json.loads((path / "tokenizer.json").read_text()) | {"normalizer": normalizer})
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", byte_level())
     for name, content, message in [
@@ -333,6 +338,11 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         ("generation_config.json", "nope", "not valid JSON"),
         ("tokenizer.json", '{"model": {"type": "Strange"}}', "type 'Strange' is none of BPE"),
         ("tokenizer.json", '{"model": {"type": "BPE"}}', "cannot be read"),
+        (
+            "tokenizer.json",
+            _normalized(path, {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            "cannot be read",
+        ),
     ]:
         copy = tmp_path / "b"
         shutil.copytree(path, copy)
@@ -340,6 +350,14 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         with pytest.raises(TokenizerError, match=message) as raised:
             Tokenizer.load(copy)
         assert name in str(raised.value)
+        assert "not a token" in message or raised.value.hint
+        shutil.rmtree(copy)
+    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):  # a pipe without an end
+        shutil.copytree(path, copy)
+        (copy / name).unlink(missing_ok=True)
+        os.mkfifo(copy / name)
+        with pytest.raises(TokenizerError, match=f"{name} is not a regular file"):
+            Tokenizer.load(copy)
         shutil.rmtree(copy)
     (path / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing"):
@@ -366,6 +384,18 @@ def test_nothing_of_the_folder_is_run(tmp_path: Path) -> None:
 def test_text_that_is_not_unicode() -> None:
     with pytest.raises(TokenizerError, match="Unicode"):
         shared("byte_level").encode("a\udcff")
+
+
+def test_text_that_the_library_cannot_take(tmp_path: Path) -> None:
+    """It panics, which is no Exception, or raises Exception itself."""
+    path = folder(tmp_path / "a", byte_level())
+    content = _normalized(path, {"type": "Replace", "pattern": {"Regex": ""}, "content": "ab"})
+    (path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot take the text: index out of bounds"):
+        Tokenizer.load(path).encode("hello")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
+    with pytest.raises(TokenizerError, match=r"cannot take the text: .*Missing \[UNK\]"):
+        Tokenizer(words).encode("hello")
 
 
 # -- ids to text --

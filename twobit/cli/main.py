@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(args)
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
         from twobit.cli import errors
 
         return errors.report(error)

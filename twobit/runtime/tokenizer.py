@@ -11,7 +11,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import Any
 
 import tokenizers
 
-from twobit.errors import TokenizerError
+from twobit.errors import TokenizerError, TwobitError
 from twobit.runtime import tokenizer_cache
 from twobit.runtime.chat_template import ChatTemplate, Message, find_template
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+COPY_AGAIN = "copy the tokenizer files of the model into its folder again"
 _KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 _USER_BASE, _CONTROL_BASE = 0xF0000, 0x100000  # private-use planes 15 and 16
 _WINDOW = 4  # units of context when a token is decoded; a decoder looks back one token at most
@@ -214,7 +216,10 @@ class Tokenizer:
         for i in ids:
             if self.rows is not None and not 0 <= i < self.rows:
                 token = self.backend.id_to_token(i)
-                raise TokenizerError(f"token {token!r} has id {i}, but the model has {self.rows} vocabulary rows")
+                raise TokenizerError(
+                    f"{self.name}: token {token!r} has id {i}, but the model has {self.rows} vocabulary rows",
+                    COPY_AGAIN,
+                )
 
     def _template(self) -> ChatTemplate:
         if self.template is None:
@@ -224,10 +229,13 @@ class Tokenizer:
         return self.template
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add: bool = False) -> list[int]:
-        try:
+        def refusal(error: BaseException) -> TokenizerError:
+            if isinstance(error, TypeError | UnicodeEncodeError):  # lone surrogates: bytes that were not UTF-8
+                return TokenizerError("the text is not valid Unicode")
+            return TokenizerError(f"{self.name} cannot take the text: {error}", "do not trust this model's files")
+
+        with refusing(refusal):
             return list(backend.encode(text, add_special_tokens=add).ids)
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates: bytes that were not UTF-8
-            raise TokenizerError("the text is not valid Unicode") from error
 
     # -- control tokens in other people's text --
 
@@ -480,13 +488,23 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_buffer(short)
         except Exception:  # damaged: the file itself will do
             pass
-    try:
+    with refusing(lambda error: TokenizerError(unreadable(path, error), COPY_AGAIN)):
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
-    except Exception as error:  # tokenizers raises plain Exception
-        raise TokenizerError(unreadable(path, error)) from error
 
 
-def unreadable(path: Path, error: Exception) -> str:
+@contextmanager
+def refusing(refusal: Callable[[BaseException], TwobitError]) -> Iterator[None]:
+    """Turns what the tokenizers library raises into `refusal` of it: plain Exception, and where it panics over a
+    hostile file an exception that is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise refusal(error) from error
+        raise
+
+
+def unreadable(path: Path, error: BaseException) -> str:
     """What is wrong with a tokenizer.json that the tokenizers library does not read."""
     try:
         kind = json.loads(path.read_bytes())["model"]["type"]
@@ -499,14 +517,16 @@ def unreadable(path: Path, error: Exception) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object, {} where there is no such file."""
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise TokenizerError(f"{path} is not a regular file", COPY_AGAIN)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+        raise TokenizerError(f"{path} is not valid JSON: {error}", COPY_AGAIN) from error
     if not isinstance(data, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object")
+        raise TokenizerError(f"{path} does not hold a JSON object", COPY_AGAIN)
     return data
 
 
