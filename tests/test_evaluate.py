@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +16,14 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, load_reference
 from packed import dequantized, packed_model, source_checkpoint
+from safetensors.torch import load_file, save_file
 
 from twobit import acceptance as a
 from twobit import evaluate as e
 from twobit import variants as v
 from twobit.architecture import Architecture
 from twobit.cli.main import main
-from twobit.errors import UsageError
+from twobit.errors import TokenizerError, UsageError
 from twobit.progress import Progress
 from twobit.quant.calibrate import load_default
 from twobit.quant.decoder import Decoder
@@ -71,6 +74,15 @@ def test_a_last_block_that_is_shorter_has_its_own_scale(name: str) -> None:
     padded = torch.cat((x, torch.zeros(7, 20)), 1)
     assert torch.equal(v.ROUND[name](x), v.ROUND[name](padded)[:, :44])
     assert torch.equal(v.ROUND[name](x)[:, :32], v.ROUND[name](x[:, :32]))
+
+
+@pytest.mark.parametrize("name", v.BASELINES)
+def test_blocks_that_fp16_has_no_scale_for_are_zero(name: str) -> None:
+    """1 / scale is infinite for the smallest of them; a trained model may hold rows that decayed so far."""
+    sizes = torch.tensor([1e-45, 1e-40, 1.2e-38, 1e-30, 1e-8])
+    x = sizes[:, None] * torch.linspace(-1, 1, 64)
+    assert torch.equal(v.ROUND[name](x), torch.zeros_like(x))
+    assert torch.equal(v.ROUND[name](x + 1.0), v.ROUND[name](torch.ones_like(x) + x))
 
 
 # -- divergences --------------------------------------------------------------------------------------------
@@ -330,6 +342,18 @@ def test_table(measured: e.Evaluation, capsys: pytest.CaptureFixture[str]) -> No
     assert data["acceptance"]["sampled"]["blocks"] > 0
 
 
+def test_a_perplexity_beyond_all_floats(measured: e.Evaluation, capsys: pytest.CaptureFixture[str]) -> None:
+    from twobit.cli.eval import show
+
+    draft = replace(measured.compared["draft"], loss=measured.compared["draft"].loss + 1000)
+    data = replace(measured, compared={**measured.compared, "draft": draft}).to_json()
+    assert data["perplexity"]["draft"] is None
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["perplexity"]["full"] == measured.to_json()["perplexity"]["full"]
+    show(data)
+    assert "over 1e308" in capsys.readouterr().out
+
+
 def test_results_do_not_depend_on_threads(measured: e.Evaluation) -> None:
     again = e.evaluate(
         packed_model("llama-tied"), source_checkpoint("llama-tied"), e.Options(tokens=60, baselines=(), threads=2)
@@ -359,6 +383,14 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert said in told.err
     with pytest.raises(UsageError):
         e.Options(tokens=0)
+    tuned = tmp_path / "tuned"  # the same architecture with other weights
+    shutil.copytree(source, tuned)
+    tensors = load_file(tuned / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] += 1
+    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
+    assert main(["eval", model, "--reference", str(tuned), "--json"]) == 2
+    said = f"{model} was not made from {tuned}: model.layers.1.input_layernorm.weight differs"
+    assert said in capsys.readouterr().err
 
 
 # -- the text -----------------------------------------------------------------------------------------------
@@ -409,6 +441,20 @@ def test_texts_are_cut() -> None:
     assert [i for s in samples for i in s.ids][:120] == ids[:120]
     assert all(len(s.ids) <= 64 for s in samples)
     assert sum(len(s.targets) for s in samples) == 150
+
+
+def test_texts_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(source_checkpoint("llama"), rows=VOCAB)
+    tokenizer.close()
+    path = ROOT / "twobit" / "eval_text" / "text.txt"
+    with pytest.raises(UsageError, match="have no room"):
+        e.text_samples([path], tokenizer, 150, 1)
+    tokenizer.rows = 100
+    with pytest.raises(TokenizerError, match="the model has 100 vocabulary rows"):
+        e.text_samples([path], tokenizer, 150, 64)
+    monkeypatch.setattr(e.Prompt, "ids", lambda prompt, tokenizer: [])
+    with pytest.raises(TokenizerError, match="a prompt has no tokens"):
+        e._prompts(tokenizer, 60)
 
 
 def test_recipes_and_architecture_are_compared(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,14 +39,14 @@ from twobit.acceptance import (
     continued,
     summarize_blocks,
 )
-from twobit.errors import CheckpointError, RuntimeFailure, UsageError, impossible
+from twobit.errors import CheckpointError, RuntimeFailure, TokenizerError, UsageError, impossible
 from twobit.progress import Progress
 from twobit.quant import calibrate
 from twobit.quant.source import Checkpoint
 from twobit.runtime.model import Model
 from twobit.runtime.sampling import Sampling
 from twobit.runtime.session import Session
-from twobit.runtime.tokenizer import Tokenizer
+from twobit.runtime.tokenizer import COPY_AGAIN, Tokenizer
 from twobit.variants import BASELINES, CHUNK_WEIGHTS, Variants, Weights, last_states
 
 if TYPE_CHECKING:
@@ -110,8 +111,15 @@ def text_samples(paths: Iterable[Path], tokenizer: Tokenizer, tokens: int, longe
     samples: list[Sample] = []
     probe, inner = tokenizer.encode_prompt("a"), tokenizer.encode("a")
     start = probe[: probe.index(inner[0])] if inner and inner[0] in probe else []
+    room = longest - len(start)
+    if room < 2:
+        raise UsageError(
+            f"--text: sequences of {longest} tokens, {len(start)} of them set by the tokenizer, have no room",
+            "leave out --text, or give the model its own tokenizer.json",
+        )
     for document in calibrate.load_files(paths):
-        ids, room = tokenizer.encode(document.text or ""), longest - len(start)
+        ids = tokenizer.encode(document.text or "")
+        tokenizer.check_ids((*start, *ids))
         for first in range(0, len(ids), room):
             piece = (*start, *ids[first : first + min(room, tokens + (not start))])
             if len(piece) >= len(start) + 2:
@@ -369,13 +377,13 @@ class Evaluation:
                 }
                 for name, kl in kls.items()
             },
-            "perplexity": {name: float(np.exp(one.loss.mean())) for name, one in self.compared.items()},
+            "perplexity": {name: perplexity(one.loss) for name, one in self.compared.items()},
             "paired": {f"{a}/{b}": paired(kls[a], kls[b], self.clusters) for a, b in pairs},
             "kl_by_kind": {
                 kind: {name: float(kl[self.kinds == kind].mean()) for name, kl in kls.items()} for kind in kinds
             },
             "perplexity_by_kind": {
-                kind: {name: float(np.exp(one.loss[self.kinds == kind].mean())) for name, one in self.compared.items()}
+                kind: {name: perplexity(one.loss[self.kinds == kind]) for name, one in self.compared.items()}
                 for kind in kinds
             },
             "build_id": self.build_id,
@@ -397,6 +405,12 @@ class Evaluation:
         with open(part, "wb") as file:
             np.savez_compressed(file, **arrays)
         part.replace(path)
+
+
+def perplexity(loss: Array) -> float | None:
+    """exp of the mean loss, None where that is more than a float holds."""
+    mean = float(loss.mean())
+    return float(np.exp(mean)) if mean < math.log(sys.float_info.max) else None
 
 
 def clustered_stderr(values: Array, clusters: Array) -> float:
@@ -433,6 +447,13 @@ def evaluate(
             f"{model} was not made from {reference}: their architectures differ",
             "--reference takes the checkpoint that was quantized",
         )
+    for spec in checkpoint.tensors:
+        kept = spec.role not in ("linear", "head", "embedding")  # stored as it came
+        if kept and not np.array_equal(opened.packed.tensor(spec.name), checkpoint.read(spec).numpy()):
+            raise UsageError(
+                f"{model} was not made from {reference}: {spec.name} differs",
+                "--reference takes the checkpoint that was quantized",
+            )
     for warning in checkpoint.warnings:
         progress.warning(warning)
     tokenizer = Tokenizer.load(model, config=opened.config, rows=opened.vocab)
@@ -449,6 +470,11 @@ def _prompts(tokenizer: Tokenizer, tokens: int) -> list[tuple[str, list[int]]]:
     tokenizer.close()
     for _, ids in made:
         tokenizer.check_ids(ids)
+        if not ids:
+            raise TokenizerError(
+                f"{tokenizer.name}: a prompt has no tokens: the chat template, or the tokenizer, leaves nothing of it",
+                COPY_AGAIN,
+            )
     return made
 
 
@@ -464,7 +490,10 @@ def _evaluate(
     length = -(-options.tokens // len(prompts))
     length = min(length, architecture.max_context - max(len(ids) for _, ids in prompts))
     if length < 1:
-        raise RuntimeFailure(f"the bundled prompts do not fit the model's context of {architecture.max_context} tokens")
+        raise RuntimeFailure(
+            f"the bundled prompts do not fit the model's context of {architecture.max_context} tokens",
+            "a model of so short a context, or with so long a chat template, cannot be measured",
+        )
     context = max([len(s.ids) for s in samples] + [len(ids) + length for _, ids in prompts])
     session = Session(opened, context, options.threads)
     eos = tokenizer.eos_ids

@@ -34,7 +34,7 @@ def q8_0(x: torch.Tensor) -> torch.Tensor:
     """
     blocks, cols = _blocks(x)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
-    steps = blocks * torch.where(scale > 0, 1 / scale, 0.0)
+    steps = blocks * _inverse(scale)
     size = steps.abs()
     whole = size.floor()
     codes = (whole + (2 * (size - whole)).floor()).copysign(steps)  # halves away from zero, as roundf
@@ -46,9 +46,13 @@ def q4_0(x: torch.Tensor) -> torch.Tensor:
     blocks, cols = _blocks(x)
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = largest / -8
-    inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    codes = (blocks * inverse + 8.5).trunc().clamp(0, 15) - 8
+    codes = (blocks * _inverse(scale) + 8.5).trunc().clamp(0, 15) - 8
     return (codes * scale.half().float()).flatten(-2)[..., :cols]
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, 0 where fp16 has no such scale: the block is zero then, and 1 / scale might be infinite."""
+    return torch.where(scale.half() == 0, 0.0, 1 / scale)
 
 
 def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, int]:

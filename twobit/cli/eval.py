@@ -72,19 +72,23 @@ def eval(
     return 0
 
 
+def _perplexity(value: float | None) -> str:
+    return "over 1e308" if value is None else f"{value:.3f}" if value < 1e6 else f"{value:.3g}"
+
+
 def show(data: dict[str, Any]) -> None:
     """The tables for people."""
     output.line(f"KL(reference || x) over {data['tokens']:,} tokens, nats per token")
     output.table(
         [
             ("", "mean", "+-", "median", "p99", "same top token", "perplexity"),
-            ("reference", "", "", "", "", "", f"{data['perplexity']['reference']:.3f}"),
+            ("reference", "", "", "", "", "", _perplexity(data["perplexity"]["reference"])),
             *(
                 (
                     name,
                     *(f"{kl[key]:.6f}" for key in ("mean", "stderr", "median", "p99")),
                     f"{100 * kl['top1']:.2f} %",
-                    f"{data['perplexity'][name]:.3f}",
+                    _perplexity(data["perplexity"][name]),
                 )
                 for name, kl in data["kl"].items()
             ),
