@@ -47,6 +47,7 @@ DRAFT_PLANES = ("draft_codes", "draft_scales", "row_scale", "row_a", "row_b")
 RESIDUAL_PLANES = ("residual_codes", "residual_scales")
 EMBEDDING_PLANES = ("embedding_codes", "embedding_scales")
 EMBEDDING_GROUP = 32  # columns per fp16 scale of an input embedding
+EMBEDDING_MOST = 127.0 * 65504.0  # the largest weight: 127 fp16 scales
 Q_NARROW = 2047  # bound of |q|: its product with 128 activations of +-8191 stays inside int32
 Q_WIDE = 8191  # the same with 64 activations of +-4095
 
@@ -462,8 +463,8 @@ def pack_embedding(weight: NDArray[np.float32]) -> dict[str, U8]:
         flat[:, :cols] = weight[r0:r1]
         w = flat.reshape(r1 - r0, groups, EMBEDDING_GROUP)
         amax = np.abs(w).max(axis=2)
-        if not (amax <= 127.0 * 65504.0).all():  # also NaN
-            row = r0 + int((~(amax <= 127.0 * 65504.0)).any(axis=1).argmax())
+        if not (amax <= EMBEDDING_MOST).all():  # also NaN
+            row = r0 + int((~(amax <= EMBEDDING_MOST)).any(axis=1).argmax())
             raise FormatError(f"embedding row {row} holds a value that is not finite or too large")
         scale = (amax / np.float32(127)).astype(np.float16)
         up = np.nextafter(scale, np.float16(np.inf))

@@ -397,8 +397,21 @@ class _Run:
 
     def _embedding(self) -> None:
         (spec,) = (s for s in self.specs if s.role == "embedding")
-        planes = _joined(layout.pack_embedding(weight.numpy()) for weight in self._row_chunks(spec))
         rows, cols = spec.shape
+
+        def packed(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
+            for weight in self._row_chunks(spec):
+                most = weight.abs().amax(1)
+                if float(most.max()) > layout.EMBEDDING_MOST:
+                    raise CheckpointError(
+                        f"{spec.name}: row {first + int(most.argmax())} holds a value of {float(most.max()):.2g}, "
+                        f"more than the {layout.EMBEDDING_MOST:.2g} of an embedding",
+                        "the weights are damaged: download them again",
+                    )
+                yield layout.pack_embedding(weight.numpy())
+                first += len(weight)
+
+        planes = _joined(packed())
         self._store("embedding", {spec.module: PackedTensor(TensorEntry("embedding", (rows, cols), {}), planes)})
 
     def _layers(self, keys: Sequence[str]) -> None:
@@ -474,7 +487,7 @@ class _Run:
         energy = np.zeros((len(missing), 3))
         parts: list[list[dict[str, np.ndarray]]] = [[] for _ in missing]
         for weight in self._row_chunks(spec):
-            own, draft = float(weight.square().sum(dtype=_float64())), self._draft(spec, target(weight), factor)
+            own, draft = _energy(weight), self._draft(spec, target(weight), factor)
             for i, bits in enumerate(kinds):
                 rounded = self._residual(spec, weight, factor, draft, bits)
                 energy[i] += own * np.array([rounded.draft_error**2, rounded.full_error**2, 1.0])
@@ -550,7 +563,9 @@ def _joined(chunks: Iterator[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate(parts.pop(name)) for name in list(parts)}
 
 
-def _float64() -> Any:
+def _energy(weight: torch.Tensor) -> float:
+    """Sum of squares, of weights whose square is beyond fp32 too."""
     import torch
 
-    return torch.float64
+    found = float(weight.square().sum(dtype=torch.float64))
+    return found if math.isfinite(found) else float(weight.double().square().sum())

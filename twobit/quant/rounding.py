@@ -363,7 +363,7 @@ def _round(
     sums = [float(sum(errors[:, i].tolist())) for i in range(3)]
 
     def root(i: int) -> float:
-        return (sums[i] / sums[2]) ** 0.5 if sums[2] > 0 else 0.0
+        return (max(sums[i], 0.0) / sums[2]) ** 0.5 if sums[2] > 0 else 0.0  # no error at all may come out as -1e-20
 
     return Rounded(
         draft_bits=draft_bits,
