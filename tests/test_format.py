@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,6 +210,33 @@ def test_killed_anywhere(built: Path, tmp_path: Path, replacing: bool) -> None:
         assert contents(out) == after
         assert not staging_path(out).exists()
     assert outcomes[-1] == 0 and len(outcomes) > 9
+
+
+def test_stopped_while_the_staging_folder_is_removed(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left is known for ours by the next run into the same output."""
+    unlink, left = os.unlink, [0]
+
+    def stopped(path: str, **options: Any) -> None:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        unlink(path, **options)
+
+    for count in range(10):
+        out = tmp_path / f"model{count}"
+        with ModelWriter(out, FINGERPRINT) as made:
+            for key in KEYS:
+                made.store(key, step(key))
+            (made.staging / "spill").mkdir()
+            (made.staging / "spill" / "states.bin").touch()
+            left[0] = count
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(os, "unlink", stopped)
+                made.discard()
+        assert contents(make(out)) == contents(built)
+        assert not staging_path(out).exists()
 
 
 def test_resume_refuses_other_options(tmp_path: Path) -> None:

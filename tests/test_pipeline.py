@@ -20,7 +20,7 @@ import torch
 from families import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 from safetensors.torch import load_file, save_file
 
-from twobit.errors import FormatError, UsageError
+from twobit.errors import CalibrationError, FormatError, UsageError
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.format.writer import staging_path
@@ -281,6 +281,15 @@ def test_plan_is_what_comes_out(source: Path, made: tuple[Path, dict[str, Any]],
     assert about["disk_bytes"] > summary["draft_bytes"] + summary["residual_bytes"]
 
 
+def test_a_plan_refuses_what_the_run_would(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    shutil.copytree(source, path)
+    (path / "tokenizer.json").unlink()
+    for refuses in (plan, quantize):
+        with pytest.raises(CalibrationError, match=r"no tokenizer\.json"):
+            refuses(path, tmp_path / "out", options())
+
+
 def test_rules_and_fused_tensors(folder: Path, tmp_path: Path) -> None:
     path = make_tokenizer(make_checkpoint("phi3", folder / "phi3", num_hidden_layers=1))
     rules = (Rule.parse("mlp.*=3+6"), Rule.parse("layers.[0-9].mlp.down_proj=4+4"), Rule.parse("lm_head=4+6"))
@@ -410,10 +419,16 @@ def test_a_changed_recipe_of_the_package_does_not_resume(
 
 
 def test_a_spill_folder_in_the_output_is_refused(source: Path, tmp_path: Path) -> None:
-    for spill in (tmp_path / "out", tmp_path / "out" / "deep"):
+    (tmp_path / "link").symlink_to(tmp_path)
+    staging = staging_path(tmp_path / "out")
+    for spill in (tmp_path / "out", tmp_path / "out" / "deep", staging, staging / "work", tmp_path / "link" / "out"):
         with pytest.raises(UsageError, match="spill"):
             quantize(source, tmp_path / "out", options(spill=spill))
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == ["link"]
+    (tmp_path / "file").touch()
+    with pytest.raises(FormatError, match="file is in the way"):
+        quantize(source, tmp_path / "out", options(spill=tmp_path / "file" / "deep"))
+    assert not staging.exists()
 
 
 def test_memory_limits_of_control_groups_are_seen(tmp_path: Path) -> None:

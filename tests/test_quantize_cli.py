@@ -66,6 +66,23 @@ def truncate(path: Path) -> None:
     shard(path, 2).write_bytes(data[:-1])
 
 
+def changed_tokenizer(path: Path, **values: object) -> None:
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer | values))
+
+
+def starting_with(ids: list[int]) -> dict[str, object]:
+    """A post-processor that puts `ids` before every text."""
+    text: dict[str, object] = {"Sequence": {"id": "A", "type_id": 0}}
+    start = {"id": "<s>", "ids": ids, "tokens": ["<s>"] * len(ids)}
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": start},
+    }
+
+
 def only_pickle(path: Path) -> None:
     for file in path.glob("model*"):
         file.unlink()
@@ -91,6 +108,36 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "tokenizer.json: a tokenizer of type 'Strange'",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "config.json"),
+    "setting that is no JSON": (
+        lambda p: changed_config(p, time_step_limit=[0.0, float("inf")]),
+        "config.json: time_step_limit: cannot be written into a model",
+    ),
+    "setting that is no Unicode": (lambda p: changed_config(p, note="\ud800"), "config.json: note: cannot be written"),
+    "endless setting": (lambda p: changed_config(p, note="x" * (33 << 20)), "config.json: 346"),
+    "tokenizer without an unknown token": (
+        lambda p: changed_tokenizer(p, model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}),
+        "tokenizer.json: the tokenizer cannot take the calibration text",
+    ),
+    "tokenizer that panics": (
+        lambda p: changed_tokenizer(p, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "tokenizer.json cannot be read: Precompiled",
+    ),
+    "tokenizer that panics at work": (
+        lambda p: changed_tokenizer(p, normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "ab"}),
+        "tokenizer.json: the tokenizer cannot take the calibration text: index out of bounds",
+    ),
+    "first token without a row": (
+        lambda p: changed_tokenizer(p, post_processor=starting_with([331])),
+        "tokenizer.json: every text starts with token 331, but the embedding has 331 rows",
+    ),
+    "first tokens that fill the context": (
+        lambda p: changed_tokenizer(p, post_processor=starting_with([0] * 512)),
+        "sequences of 512 tokens, the model's context, have no room for text",
+    ),
+    "template that writes no Unicode": (
+        lambda p: (p / "tokenizer_config.json").write_text(json.dumps({"chat_template": "\ud800"})),
+        "the chat template writes text that is not valid Unicode",
+    ),
 }
 
 
@@ -113,7 +160,7 @@ def test_broken_sources(
     assert listing(tmp_path) == before  # nothing written, no pickle opened
 
 
-@pytest.mark.parametrize("where", ["equal", "inside", "around", "linked"])
+@pytest.mark.parametrize("where", ["equal", "inside", "around", "linked", "root"])
 def test_outputs_that_touch_the_source(
     where: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,11 +168,12 @@ def test_outputs_that_touch_the_source(
     shutil.copytree(source, path)
     os.symlink(path, tmp_path / "link")
     out = {"equal": path, "inside": path / "out", "around": tmp_path / "deep", "linked": tmp_path / "link" / "out"}
+    out["root"] = Path("/")
     before = listing(tmp_path)
     assert main(["quantize", str(path), "-o", str(out[where]), "--overwrite"]) == 1
     told = capsys.readouterr()
     assert len(told.err.splitlines()) == 2  # the error and a hint
-    assert "the output" in told.err
+    assert ("/ exists" if where == "root" else "the output") in told.err
     assert listing(tmp_path) == before
 
 
@@ -157,6 +205,7 @@ def test_calibration_files(
         ["--residual-group", "8"],
         ["--rule", "down_proj"],
         ["--rule", "down_proj=9+9"],
+        ["--rule", f"down_proj={'3' * 5000}+6"],
         ["--seed", "-1"],
         ["-t", "0"],
         ["--calib-tokens", "0"],
@@ -227,3 +276,57 @@ def test_json_and_resume_after_an_interrupt(
     assert "layer 2/2" in told.err
     assert "2+6, 3+6" in told.err
     assert "peak memory" in told.out
+
+
+def test_files_of_the_source_that_are_odd(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Licences come along, of any kind; what cannot is told before the work; pipes are not waited for."""
+    path = tmp_path / "source"
+    shutil.copytree(source, path)
+    for name in ("LICENSE", "license.MD", "Notice", "USE_POLICY.md", "LICENSE (1).txt", "NOTICE\n2", "LICENSE\udcff"):
+        (path / name).write_text(name.encode(errors="replace").decode())
+    (path / "LICENCE").mkdir()
+    for name in ("README.md", "tokenizer_config.json", "NOTICE.pipe"):
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+    out = tmp_path / "out"
+    assert main(["quantize", str(path), "-o", str(out), "--calib-tokens", "64"]) == 0
+    kept = {file.name for file in out.iterdir() if file.name.upper().startswith(("LICEN", "NOTICE", "USE"))}
+    assert kept == {"LICENSE", "license.MD", "Notice", "USE_POLICY.md"}
+    assert not (out / "README.md").exists()
+    told = capsys.readouterr().err
+    for name in ("LICENSE (1).txt", "NOTICE\\n2", "LICENSE\\udcff"):
+        assert f"left out '{name}'" in told
+    open_model(out, check=True)
+
+
+@pytest.mark.parametrize("settings", ["[]", "[" * 100_000])
+def test_odd_tokenizer_settings_mean_no_template(settings: str, source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    shutil.copytree(source, path)
+    (path / "tokenizer_config.json").write_text(settings)
+    assert pipeline._render(pipeline.plan.open_source(path, tmp_path / "out", pipeline.Options())) is None
+
+
+def test_weights_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tokenizer(make_checkpoint("llama", tmp_path / "source", num_hidden_layers=1))
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] *= 1e30
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"):  # no error at all, but for roundings
+        tensors[f"model.layers.0.{name}.weight"].fill_(0.5)
+    arguments = ["quantize", str(path), "--calib-tokens", "64", "-o"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    errors = open_model(tmp_path / "out", check=True).manifest.recipe["errors"]
+    assert 0 < errors["head"]["full"] < errors["head"]["draft"] < 0.5
+    assert 0 <= errors["linear"]["full"] < errors["linear"]["draft"] < 0.5
+    tensors["model.embed_tokens.weight"][300, 7] = 1e9  # more than an fp16 scale holds
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert main([*arguments, str(tmp_path / "large")]) == 1
+    assert "error: model.embed_tokens.weight: row 300 holds a value of 1e+09, more than" in capsys.readouterr().err
+
+
+def test_a_folder_whose_name_is_not_utf8(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9"
+    shutil.copytree(source, path)
+    assert main(["quantize", str(path), "-o", str(tmp_path / "out"), "--calib-tokens", "64"]) == 0

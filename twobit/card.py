@@ -58,11 +58,13 @@ def _plain(value: Any) -> str | list[str] | None:
 def of_source(folder: Path) -> str | None:
     """The README that `twobit quantize` leaves for a later push: license and language of the source, and the source's
     own name where the folder is a snapshot of the Hub's cache. None where nothing is known."""
-    try:
-        with open(folder / README, "rb") as file:
-            data = metadata(file.read(_MOST).decode("utf-8", "replace"))
-    except OSError:
-        data = {}
+    data = {}
+    if (path := folder / README).is_file():  # a pipe would never end
+        try:
+            with open(path, "rb") as file:
+                data = metadata(file.read(_MOST).decode("utf-8", "replace"))
+        except OSError:
+            pass
     data.pop("base_model", None)  # what the source was made from
     cached = _CACHED.fullmatch(folder.resolve().parent.parent.name)
     if cached:

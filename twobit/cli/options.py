@@ -113,7 +113,8 @@ def local(text: str, name: str) -> Path:
         raise impossible(name, text, "a path that is not empty")
     try:
         path = Path(text).expanduser()
-        os.path.lexists(path)
+        if "\0" in text:
+            raise ValueError("a path holds no NUL")
     except (RuntimeError, ValueError) as error:  # no such user's home; a NUL
         raise UsageError(f"{name} {text}: {error}") from error
     return path

@@ -32,7 +32,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from twobit.errors import FormatError
+from twobit.errors import ConfigError, FormatError
 from twobit.format import layout
 from twobit.format.manifest import (
     MAX_CONFIG_BYTES,
@@ -118,6 +118,8 @@ class PackedTensor:
 def staging_path(out: Path) -> Path:
     """Where `out` is built."""
     out = Path(os.path.abspath(out))
+    if not out.name:
+        raise FormatError(f"{out} exists", "choose another output folder")
     return out.with_name(out.name + STAGING_SUFFIX)
 
 
@@ -191,7 +193,11 @@ def check_space(out: Path, model_bytes: int, spill_bytes: int = 0, spill: Path |
 
 
 def _existing(path: Path) -> Path:
-    return next(p for p in (path, *path.absolute().parents) if p.is_dir())
+    """`path`, or the next folder above it that is there."""
+    found = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    if not found.is_dir():
+        raise FormatError(f"{found} is in the way: it is not a folder", "remove it, or choose another folder")
+    return found
 
 
 def _size(folder: Path) -> int:
@@ -253,6 +259,26 @@ def _json_bytes(value: Json, file: str) -> bytes:
         raise FormatError(f"{file} cannot be written: {error}") from error
 
 
+def check_config(config: Mapping[str, Json], file: str) -> None:
+    """ConfigError where the config.json of a source could not be that of a model, for `finish` says so too late."""
+    hint = f"remove this setting from {file} or correct it: it is copied into the model"
+    size = 0
+    for key, value in config.items():
+        try:
+            text = _json_bytes({key: value}, file)
+            parse_json(text, file)
+        except FormatError as error:
+            what = error.__cause__ or error
+            raise ConfigError(
+                f"{file}: {ascii(key)[1:-1][:60]}: cannot be written into a model: {what}", hint
+            ) from error
+        size += len(text)
+    if size > MAX_CONFIG_BYTES // 2:  # the rest is for the manifest
+        raise ConfigError(
+            f"{file}: {size} bytes, more than the {MAX_CONFIG_BYTES // 2} that a model has room for", hint
+        )
+
+
 def _flatten(value: Json, prefix: str = "") -> dict[str, Json]:
     if isinstance(value, dict) and value:
         return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
@@ -312,8 +338,9 @@ class ModelWriter:
             self._lock = None
 
     def discard(self) -> None:
-        """Removes the staging folder and all that is stored in it."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Removes the staging folder and all that is stored in it; last what says that it is ours."""
+        for folder in (self._work, self._model, self._replaced, self.staging / SPILL_NAME, self.staging):
+            shutil.rmtree(folder, ignore_errors=True)
         self.close()
 
     def _open_staging(self, state: dict[str, Json], restart: bool) -> None:
@@ -333,8 +360,9 @@ class ModelWriter:
                 self._restore()
                 self._check_out()
                 if restart:
-                    for folder in (self._work, self._model, self.staging / SPILL_NAME):
-                        shutil.rmtree(folder, ignore_errors=True)
+                    for folder in (self._work, self._model, self._replaced, self.staging / SPILL_NAME):
+                        if os.path.lexists(folder):
+                            shutil.rmtree(folder)
                     file.unlink(missing_ok=True)
                 elif file.exists():
                     self._compare(parse_json(file.read_bytes(), str(file)), state)

@@ -102,11 +102,11 @@ def load_files(paths: Iterable[Path]) -> list[Document]:
         try:
             text = path.read_bytes().decode("utf-8-sig")
         except OSError as error:
-            raise CalibrationError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise CalibrationError(f"{path}: cannot be read: {error.strerror or error}", "give another file") from error
         except UnicodeDecodeError as error:
             raise CalibrationError(f"{path}: not UTF-8 at byte {error.start}", "convert it to UTF-8 text") from error
         if not text.strip():
-            raise CalibrationError(f"{path}: no text in it")
+            raise CalibrationError(f"{path}: no text in it", "give a file with text, or leave it out")
         documents.append(Document("file", path.name, text))
     return documents
 
@@ -123,22 +123,23 @@ class Encoder:
         """`render` is the model's chat template; None: it has none. CalibrationError without a usable tokenizer."""
         from tokenizers import Tokenizer
 
-        from twobit.runtime.tokenizer import unreadable
+        from twobit.runtime.tokenizer import refusing, unreadable
 
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise CalibrationError(f"{folder}: no tokenizer.json, which calibration needs", "add the model's tokenizer")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
-            raise CalibrationError(unreadable(file, error)) from error
+        with refusing(lambda error: CalibrationError(unreadable(file, error), "add the model's tokenizer")):
+            self._tokenizer = Tokenizer.from_buffer(file.read_bytes())  # from_file takes no path that is not UTF-8
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._vocab = vocab
-        self._render = render
-        probe = self._tokenizer.encode("a").ids
-        inner = self._tokenizer.encode("a", add_special_tokens=False).ids
+        self._file, self._vocab, self._render = file, vocab, render
+        probe, inner = self._ids("a", add=True), self._ids("a")
         self.prefix = tuple(probe[: probe.index(inner[0])]) if inner and inner[0] in probe else ()
+        if outside := [i for i in self.prefix if i >= vocab]:
+            raise CalibrationError(
+                f"{file}: every text starts with token {outside[0]}, but the embedding has {vocab} rows",
+                "tokenizer and weights do not belong together",
+            )
 
     def __call__(self, document: Document) -> list[int]:
         """Token ids without the leading special tokens; ids beyond the embedding (added tokens) are left out."""
@@ -153,11 +154,28 @@ class Encoder:
                     raise CalibrationError(str(error), "run it again; files of --calib need no template") from error
                 except TokenizerError:  # a template may refuse system messages
                     self._render = self._render if len(document.messages) > 2 else None
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         start = len(self.prefix)
         if start and tuple(ids[:start]) == self.prefix:  # a template that writes BOS itself
             ids = ids[start:]
         return [i for i in ids if i < self._vocab]
+
+    def _ids(self, text: str, add: bool = False) -> list[int]:
+        from twobit.runtime.tokenizer import refusing
+
+        def refusal(error: BaseException) -> CalibrationError:
+            if isinstance(error, TypeError | UnicodeEncodeError):  # lone surrogates, which a template can write
+                return CalibrationError(
+                    f"{self._file.parent}: the chat template writes text that is not valid Unicode",
+                    "correct the template; files of --calib need none",
+                )
+            return CalibrationError(
+                f"{self._file}: the tokenizer cannot take the calibration text: {error}",
+                "save the tokenizer again with a current transformers, or calibrate on other text with --calib",
+            )
+
+        with refusing(refusal):
+            return list(self._tokenizer.encode(text, add_special_tokens=add).ids)
 
 
 def sequences(
@@ -173,6 +191,12 @@ def sequences(
     if seed:
         random.Random(seed).shuffle(order)
     prefix, room = encode.prefix, length - len(encode.prefix)
+    if room < 1:
+        raise CalibrationError(
+            f"sequences of {length} tokens, the model's context, have no room for text: "
+            f"the tokenizer starts every one with {len(prefix)} tokens",
+            "tokenizer.json and max_position_embeddings of config.json do not belong together",
+        )
 
     def cut(document: Document) -> Iterator[tuple[int, ...]]:
         ids = encode(document)

@@ -25,7 +25,7 @@ from twobit.architecture import TensorSpec
 from twobit.errors import CalibrationError, CheckpointError, RuntimeFailure, TwobitError, UsageError
 from twobit.format import layout
 from twobit.format.manifest import TensorEntry, canonical_json
-from twobit.format.writer import SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
+from twobit.format.writer import OUTPUT_NAME, SPILL_NAME, ModelWriter, PackedTensor, check_space, staging_path
 from twobit.memory import peak_memory
 from twobit.progress import Progress
 from twobit.quant import allocate, calibrate, plan
@@ -94,7 +94,7 @@ def quantize(
             if (both := next((t for t in taken if _one_in_the_other(mine, t)), None)) is not None:
                 raise UsageError(f"{mine} lies in {both}, or the other way round", "choose folders beside each other")
         taken += [path, staging_path(path)]
-    architecture = checkpoint.architecture
+    architecture, files = checkpoint.architecture, _files(checkpoint)
     for note in checkpoint.notes:
         progress.line(note)
     for warning in [*checkpoint.warnings, *_tokenizer_warnings(checkpoint)]:
@@ -117,7 +117,6 @@ def quantize(
     progress.stage("checking the weights", sum(header.size for header in checkpoint.shards.values()))
     weights = checkpoint.fingerprint(progress.advance)
     fingerprints = [_fingerprint(weights, calibration, other) for _, other in asked]
-    files = _files(checkpoint)
     with (
         _memory_errors(expected_ram),
         ExitStack() as writers,
@@ -189,12 +188,13 @@ def _render(checkpoint: Checkpoint) -> calibrate.Render | None:
     """The source's chat template; None where it has none that works."""
     from twobit.runtime.chat_template import ChatTemplate, find_template
 
+    file = checkpoint.folder / "tokenizer_config.json"
     try:
-        settings = json.loads((checkpoint.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        text = find_template(checkpoint.folder, settings)
-    except (OSError, ValueError, TwobitError):
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # a pipe would never end
+        text = find_template(checkpoint.folder, settings) if isinstance(settings, dict) else None
+    except (OSError, ValueError, RecursionError, TwobitError):
         return None
-    if text is None:
+    if text is None or not isinstance(settings, dict):
         return None
     names = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -208,7 +208,8 @@ def _render(checkpoint: Checkpoint) -> calibrate.Render | None:
 
 def _calibration(checkpoint: Checkpoint, options: Options) -> calibrate.Calibration:
     documents = calibrate.load_files(options.calib) if options.calib else calibrate.load_default()
-    source = ", ".join(path.name for path in options.calib) or "the package's text"
+    names = (path.name.encode("utf-8", "backslashreplace").decode() for path in options.calib)
+    source = ", ".join(names) or "the package's text"
     encode = calibrate.Encoder(
         checkpoint.folder, checkpoint.architecture.vocab, None if options.calib else _render(checkpoint)
     )
@@ -252,10 +253,14 @@ def _producer() -> str:
 
 def _files(checkpoint: Checkpoint) -> dict[str, bytes | Path]:
     """Tokenizer, chat template, generation settings and licence, as they are; and what a model card takes from the
-    source's."""
+    source's. A licence under a name that a model cannot hold is left out, with a warning."""
     from twobit.quant.source import plain_file
 
-    names = [name for name in os.listdir(checkpoint.folder) if name.upper().startswith(LICENCES)]
+    kinds = tuple(kind.upper() for kind in LICENCES)
+    names = [name for name in os.listdir(checkpoint.folder) if name.upper().startswith(kinds)]
+    for name in [name for name in names if not OUTPUT_NAME.fullmatch(name)]:
+        names.remove(name)
+        checkpoint.warnings.append(f"left out {name!a}: a model holds no file of such a name; copy it yourself")
     found = {name: plain_file(checkpoint.folder, name) for name in (*COPIED, *sorted(names))}
     files: dict[str, bytes | Path] = {n: path for n, path in found.items() if path is not None and path.is_file()}
     if readme := card.of_source(checkpoint.folder):

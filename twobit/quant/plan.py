@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twobit.architecture import Architecture, TensorSpec
 from twobit.errors import FormatError, RuntimeFailure, UsageError, impossible
-from twobit.format.writer import check_output, check_replaceable, required_bytes
+from twobit.format.writer import check_config, check_output, check_replaceable, required_bytes, staging_path
 from twobit.memory import address_space, cgroup_limit
 from twobit.quant import allocate, calibrate
 from twobit.quant.recipe import Recipe, entries
@@ -98,11 +98,14 @@ def plan(source: Path, output: Path, options: Options) -> Plan:
     The time comes from probes of a second or so on this machine (`twobit.quant.cost`).
     """
     from twobit.quant.cost import estimate
+    from twobit.quant.source import check_tokenizer_ids
 
     if options.calib:
         calibrate.load_files(options.calib)
     checkpoint = open_source(source, output, options)
     architecture, bits = checkpoint.architecture, sizes(checkpoint, options)
+    check_tokenizer_ids(checkpoint.folder, architecture.vocab)
+    calibrate.Encoder(checkpoint.folder, architecture.vocab)
     return Plan(
         source=checkpoint.folder,
         output=output,
@@ -124,9 +127,11 @@ def open_source(source: Path, output: Path, options: Options) -> Checkpoint:
     check_output(source, output)
     if options.spill is not None:
         check_output(source, options.spill / "x")
-        if Path(os.path.abspath(options.spill)).is_relative_to(os.path.abspath(output)):
-            raise UsageError(f"--spill-dir {options.spill} lies in the output {output}", "choose a folder beside it")
+        for place in (output, staging_path(output)):
+            if Path(os.path.realpath(options.spill)).is_relative_to(os.path.realpath(place)):
+                raise UsageError(f"--spill-dir {options.spill} lies in the output {place}", "choose a folder beside it")
     checkpoint = Checkpoint.open(source)
+    check_config(checkpoint.config, str(checkpoint.folder / "config.json"))
     options.recipe.check(spec.module for spec in matrices(checkpoint.architecture))
     if options.draft_bpw is not None:
         allocate.check(checkpoint.architecture, options.recipe, options.draft_bpw)

@@ -17,7 +17,7 @@ from twobit.errors import UsageError
 from twobit.format.layout import KINDS
 from twobit.format.manifest import TensorEntry
 
-_RULE = re.compile(r"(?P<pattern>.+)=(?P<draft>\d+)\+(?P<residual>\d+)", re.S)
+_RULE = re.compile(r"(?P<pattern>.+)=(?P<draft>\d{1,9})\+(?P<residual>\d{1,9})", re.S)
 
 
 @dataclass(frozen=True)

@@ -598,9 +598,11 @@ def _read_json(folder: Path, name: str, error_type: type[TwobitError]) -> dict[s
 
     try:
         if not file.is_file():
-            raise error_type(f"{file}: not a regular file")
+            raise error_type(f"{file}: not a regular file", "put the file itself there, or download it again")
         if file.stat().st_size > _MAX_JSON:
-            raise error_type(f"{file}: {file.stat().st_size} bytes, more than the {_MAX_JSON} allowed")
+            raise error_type(
+                f"{file}: {file.stat().st_size} bytes, more than the {_MAX_JSON} allowed", "download it again"
+            )
         value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=pairs)
     except (OSError, ValueError, RecursionError) as error:
         raise error_type(f"{file}: not valid JSON: {str(error)[:200]}", "download it again") from error
