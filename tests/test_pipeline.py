@@ -20,7 +20,7 @@ import torch
 from families import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
 from safetensors.torch import load_file, save_file
 
-from twobit.errors import CalibrationError, FormatError, UsageError
+from twobit.errors import CalibrationError, CheckpointError, FormatError, UsageError
 from twobit.format import layout
 from twobit.format.reader import open_model
 from twobit.format.writer import staging_path
@@ -268,6 +268,34 @@ def test_another_weight_does_not_resume(source: Path, killed: Path, tmp_path: Pa
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(FormatError, match="source was"):
         quantize(other, out, options())
+
+
+def test_weights_that_change_meanwhile(
+    source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After they were checked, while layers are made of them; a file that is only touched does no harm."""
+    path, head = tmp_path / "source", pipeline._Run._head
+    shutil.copytree(source, path)
+    file = path / "model.safetensors"
+
+    def touched(run: pipeline._Run, inputs: Any) -> None:
+        head(run, inputs)
+        os.utime(file)
+
+    def changed(run: pipeline._Run, inputs: Any) -> None:
+        head(run, inputs)
+        tensors = load_file(file)
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+        save_file(tensors, file, {"format": "pt"})
+
+    monkeypatch.setattr(pipeline._Run, "_head", changed)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors changed while the model was made"):
+        quantize(path, tmp_path / "changed", options())
+    assert not (tmp_path / "changed").exists()
+    shutil.copy(source / "model.safetensors", file)
+    monkeypatch.setattr(pipeline._Run, "_head", touched)
+    quantize(path, tmp_path / "touched", options())
+    assert content(tmp_path / "touched") == content(made[0])
 
 
 def test_plan_is_what_comes_out(source: Path, made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

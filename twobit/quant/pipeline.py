@@ -132,6 +132,7 @@ def quantize(
         lengths = [len(sequence) for sequence in calibration.sequences]
         states = States(spill, owner, lengths, 2 * architecture.hidden)
         keys = _Run(checkpoint, calibration, options, progress, outputs, pool, states).all_steps()
+        checkpoint.check_unchanged()
         progress.stage("writing", len(outputs))
         for made in outputs:
             recipe = plan.recipe_json(made.options, made.recipe)

@@ -80,6 +80,7 @@ class Checkpoint:
     _sources: dict[str, str] = field(default_factory=dict)  # canonical name -> name in the files
     _paths: dict[str, Path] = field(default_factory=dict)
     _fingerprint: str | None = None
+    _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # how the shards were when that was taken
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], architecture: Architecture | None = None) -> Checkpoint:
@@ -389,6 +390,7 @@ class Checkpoint:
         """
         if self._fingerprint is not None:
             return self._fingerprint
+        self._seen = self._stamps()
         used = set(self._sources.values())
         digest = hashlib.sha256()
 
@@ -410,6 +412,29 @@ class Checkpoint:
                     add(chunk)
         self._fingerprint = digest.hexdigest()
         return self._fingerprint
+
+    def check_unchanged(self) -> None:
+        """CheckpointError where a shard has another content than when `fingerprint` read it. One that was written to
+        is read again."""
+        seen, now, before = self._seen, self._stamps(), self._fingerprint
+        written = [name for name in now if now[name] != seen[name]]
+        if written:
+            self._fingerprint = None
+            if self.fingerprint() != before:
+                raise CheckpointError(
+                    f"{self.folder}: {_listed(written)} changed while the model was made",
+                    "let the files be, and run the same command again with --restart",
+                )
+
+    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for name, path in self._paths.items():
+            try:
+                stat = os.stat(path)
+            except OSError:  # gone, but all of it was read
+                continue
+            found[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        return found
 
 
 def check_tokenizer_ids(folder: Path, vocab: int) -> list[str]:
