@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from twobit.errors import FormatError, TwobitError
 from twobit.quant.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +63,10 @@ def write(path: Path, data: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path}: not JSON: {error}", "delete it: `run` measures it again") from error
 
 
 def checkpoint(name: str) -> Path:
@@ -614,14 +618,19 @@ def main() -> None:
     four = commands.add_parser("page", help="results as a page")
     four.add_argument("results", type=Path, nargs="?", default=RESULTS)
     args = parser.parse_args()
-    if args.command == "run":
-        run(args)
-    elif args.command == "compare":
-        compare(args.first, args.second)
-    elif args.command == "collect":
-        print(json.dumps(collect(args.out), indent=1))
-    else:
-        print(page(read(args.results)), end="")
+    try:
+        if args.command == "run":
+            run(args)
+        elif args.command == "compare":
+            compare(args.first, args.second)
+        elif args.command == "collect":
+            print(json.dumps(collect(args.out), indent=1))
+        else:
+            print(page(read(args.results)), end="")
+    except (TwobitError, OSError) as error:
+        raise SystemExit(
+            f"error: {error}" + (f"\n  {hint}" if (hint := getattr(error, "hint", None)) else "")
+        ) from error
 
 
 if __name__ == "__main__":
