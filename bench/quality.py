@@ -164,6 +164,7 @@ def peer(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]
 
     from twobit.format import layout
     from twobit.format.reader import open_model
+    from twobit.quant import calibrate, pipeline
     from twobit.quant.decoder import Cache, Decoder
     from twobit.quant.source import Checkpoint
     from twobit.quant.tune import BLOCK, drafting
@@ -172,46 +173,56 @@ def peer(folder: Path, source: Path, args: argparse.Namespace) -> dict[str, Any]
     torch.set_grad_enabled(False)
     opened, packed = Checkpoint.open(source), open_model(folder / "model")
     architecture, specs = opened.architecture, opened.architecture.tensors()
-    decoder = Decoder(architecture)
-    weights = {s.name: opened.read(s) for s in specs if not (architecture.tied and s.role == "head")}
-    linears = [s for s in specs if s.role == "linear"]
-    importance = importances(opened, weights, linears)
-    program = q2_k_program()
-    head = {
-        "lm_head.weight": torch.from_numpy(layout.dequantize(packed.matrix("lm_head"))[0]),
-        "model.norm.weight": weights["model.norm.weight"],
-    }
-    drafts = {
-        "twobit": {s.name: torch.from_numpy(layout.dequantize(packed.matrix(s.module))[0]) for s in linears},
-        "q2_k": {s.name: q2_k(program, weights[s.name], importance[s.module]) for s in linears},
-    }
-    accepted: dict[str, list[int]] = {name: [] for name in drafts}
-    divergence: dict[str, list[float]] = {name: [] for name in drafts}
+    decoder, program = Decoder(architecture), q2_k_program()
+    texts = [t for t in read(folder / "texts.json") if len(t["ids"]) >= t["first"] + BLOCK + 1]
+    encode = calibrate.Encoder(opened.folder, architecture.vocab, pipeline._render(opened))
+    made = calibrate.sequences(calibrate.load_default(), encode, tokens=IMPORTANCE_TOKENS, source="the package's text")
+    embed = calibrate.embedder(opened, [*made.sequences, *(t["ids"][:-1] for t in texts)])
+    calibration = [embed(i) for i in range(len(made.sequences))]
+    reference = [embed(len(calibration) + i) for i in range(len(texts))]
+    ways = [(name, shift) for name in ("twobit", "q2_k") for shift in (0, BLOCK // 2)]
+    states = {way: list(reference) for way in ways}
+    for index in range(len(architecture.layers)):  # one layer in memory at a time
+        weights = {s.name: opened.read(s) for s in specs if s.layer == index}
+        linears = [s for s in specs if s.layer == index and s.role == "linear"]
+        sums: dict[str, Any] = {}  # of squares of every input: what llama.cpp's imatrix tool collects
+
+        def hook(module: str, inputs: Any, sums: dict[str, Any] = sums) -> None:
+            sums[module] = sums.get(module, 0) + inputs.square().sum(0)
+
+        calibration = [decoder.layer(index, x, weights, hook=hook) for x in calibration]
+        drafts = {
+            "twobit": {s.name: torch.from_numpy(layout.dequantize(packed.matrix(s.module))[0]) for s in linears},
+            "q2_k": {s.name: q2_k(program, weights[s.name], sums[s.module] / made.tokens) for s in linears},
+        }
+        for number, text in enumerate(texts):
+            cache = Cache()
+            reference[number] = decoder.layer(index, reference[number], weights, cache=cache)
+            for name, shift in ways:
+                attend = drafting(*cache.of(index), first=(text["first"] - 1 + shift) % BLOCK)
+                own = states[name, shift]
+                own[number] = decoder.layer(index, own[number], weights | drafts[name], attend=attend)
+        say(f"layer {index + 1} of {len(architecture.layers)}")
+    last = {s.name: opened.read(s) for s in specs if s.layer is None and s.role != "embedding"}
+    last["model.embed_tokens.weight"] = last["lm_head.weight"]  # of a tied model the same
+    head = last | {"lm_head.weight": torch.from_numpy(layout.dequantize(packed.matrix("lm_head"))[0])}
+    accepted: dict[str, list[int]] = {"twobit": [], "q2_k": []}
+    divergence: dict[str, list[float]] = {"twobit": [], "q2_k": []}
     clusters, kinds = [], []
-    for number, text in enumerate(read(folder / "texts.json")):
-        ids, first = text["ids"], text["first"]
-        if len(ids) < first + BLOCK + 1:
-            continue
-        cache, x = Cache(), decoder.embed(ids[:-1], weights)
-        for i in range(len(architecture.layers)):
-            x = decoder.layer(i, x, weights, cache=cache)
-        reference = decoder.head(x[first - 1 :], weights).log_softmax(-1)
-        targets = torch.tensor(ids[first:])
-        for shift in (0, BLOCK // 2):
-            for name, draft in drafts.items():
-                x = decoder.embed(ids[:-1], weights)
-                for i in range(len(architecture.layers)):
-                    attend = drafting(*cache.of(i), first=(first - 1 + shift) % BLOCK)
-                    x = decoder.layer(i, x, weights | draft, attend=attend)
-                logits = decoder.head(x[first - 1 :], head)[shift:].log_softmax(-1)
-                hits = logits.argmax(-1) == targets[shift:]
-                found = [int(run.long().cumprod(0).sum()) for run in hits.split(BLOCK) if len(run) == BLOCK]
-                accepted[name] += found
-                exact = reference[shift : shift + len(found) * BLOCK]
-                each = (exact.exp() * (exact - logits[: len(exact)])).sum(-1)
-                divergence[name] += each.unflatten(0, (-1, BLOCK)).mean(1).tolist()
-            clusters += [number] * len(found)
-            kinds += [text["kind"]] * len(found)
+    for number, text in enumerate(texts):
+        first, targets = text["first"], torch.tensor(text["ids"][text["first"] :])
+        log_p = decoder.head(reference[number][first - 1 :], last).log_softmax(-1)
+        for name, shift in ways:
+            logits = decoder.head(states[name, shift][number][first - 1 :], head)[shift:].log_softmax(-1)
+            hits = logits.argmax(-1) == targets[shift:]
+            found = [int(run.long().cumprod(0).sum()) for run in hits.split(BLOCK) if len(run) == BLOCK]
+            accepted[name] += found
+            exact = log_p[shift : shift + len(found) * BLOCK]
+            each = (exact.exp() * (exact - logits[: len(exact)])).sum(-1)
+            divergence[name] += each.unflatten(0, (-1, BLOCK)).mean(1).tolist()
+            if name == "twobit":
+                clusters += [number] * len(found)
+                kinds += [text["kind"]] * len(found)
     groups, labels = np.array(clusters), np.array(kinds)
     pair = {name: np.array(values, float) for name, values in accepted.items()}
     return {
@@ -236,25 +247,6 @@ def by_kind(values: Any, groups: Any, labels: Any) -> dict[str, Any]:
         means[kind] = float(values[own].mean())
         variance += clustered_stderr(values[own], numbers) ** 2
     return {"mean": float(np.mean(list(means.values()))), "stderr": variance**0.5 / len(means), "by_kind": means}
-
-
-def importances(opened: Any, weights: Mapping[str, Any], linears: Sequence[Any]) -> dict[str, Any]:
-    """Mean square of every input of every linear on the calibration text: what llama.cpp's imatrix tool collects."""
-    from twobit.quant import calibrate, pipeline
-    from twobit.quant.decoder import Decoder
-
-    encode = calibrate.Encoder(opened.folder, opened.architecture.vocab, pipeline._render(opened))
-    made = calibrate.sequences(calibrate.load_default(), encode, tokens=IMPORTANCE_TOKENS, source="the package's text")
-    decoder, sums = Decoder(opened.architecture), {}
-
-    def hook(module: str, inputs: Any) -> None:
-        sums[module] = sums.get(module, 0) + inputs.square().sum(0)
-
-    for sequence in made.sequences:
-        x = decoder.embed(sequence, weights)
-        for i in range(len(opened.architecture.layers)):
-            x = decoder.layer(i, x, weights, hook=hook)
-    return {s.module: sums[s.module] / made.tokens for s in linears}
 
 
 def q2_k_program() -> Path:
