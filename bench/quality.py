@@ -307,7 +307,7 @@ def crosscheck(folder: Path, source: Path, args: argparse.Namespace) -> dict[str
     text = "\n\n".join(tokenizer.decode(text["ids"][text["first"] :]) for text in read(folder / "texts.json"))
     begin = tokenizer.encode_prompt("")[:1]
     tokenizer.close()
-    theirs, chunks = llama_kl(source, text, args.threads)
+    theirs, chunks = llama_kl(source, text, args.threads, args.chunks)
     if [int(chunks[0, 0])] == begin:
         chunks[:, 0] = begin  # llama.cpp puts it over the first token of every chunk
     samples = [Sample("", tuple(chunk.tolist()), CHUNK // 2 + 1) for chunk in chunks]
@@ -325,7 +325,7 @@ def crosscheck(folder: Path, source: Path, args: argparse.Namespace) -> dict[str
     return {"tokens": len(targets), "kl": ours, "perplexity": perplexity, "llama.cpp": theirs}
 
 
-def llama_kl(source: Path, text: str, threads: int) -> tuple[dict[str, float], Any]:
+def llama_kl(source: Path, text: str, threads: int, most: int | None) -> tuple[dict[str, float], Any]:
     """KL(f32 || Q8_0) and its standard error over tokens, and the perplexity of f32, by llama-perplexity; and the token
     ids [chunks, CHUNK] that it made of the text."""
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -343,6 +343,8 @@ def llama_kl(source: Path, text: str, threads: int) -> tuple[dict[str, float], A
         file, logits = Path(folder) / "text", Path(folder) / "logits"
         file.write_text(text, encoding="utf-8")
         tool: list[Any] = [peers.BINARIES / "llama-perplexity", "-c", CHUNK, "-b", CHUNK, "-t", threads]
+        if most is not None:
+            tool += ["--chunks", most]
         for command in (
             [*tool, "-m", exact, "-f", file, "--kl-divergence-base", logits],
             [*tool, "-m", eight, "--kl-divergence-base", logits, "--kl-divergence"],
@@ -600,6 +602,7 @@ def main() -> None:
     one.add_argument("--part", action="append", choices=PARTS)
     one.add_argument("--tokens", type=int, default=4704, help="tokens of text [4704]")
     one.add_argument("--calib-tokens", type=int, help="tokens to calibrate on [the default of twobit quantize]")
+    one.add_argument("--chunks", type=int, help="chunks of `crosscheck` at most [all of the text]")
     one.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
     two = commands.add_parser("compare", help="two results on the same tokens")
     two.add_argument("first", type=Path)
