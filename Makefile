@@ -79,7 +79,7 @@ bench-llama: peers demo
 	$(BIN)/python bench/compare_llama.py --checkpoint $(DEMO)/smollm2 --model $(DEMO)/smollm2-2bit
 
 # Divergences and acceptance on the reference checkpoints; hours for all of them, goes on where it stopped.
-bench-quality: install
+bench-quality: peers
 	$(BIN)/python bench/quality.py run
 
 # Drafting against plain decoding, prompt by prompt, then beside llama.cpp; hours, goes on where it stopped. The models are those of bench-quality.

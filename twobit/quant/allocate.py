@@ -115,7 +115,7 @@ def check(architecture: Architecture, recipe: Recipe, budget: float) -> None:
     if not low <= budget <= high:
         raise UsageError(
             f"--draft-bpw {budget:g} is out of reach: with these rules the linears take {low:.3f} to {high:.3f} bits",
-            "--rule gives single matrices 4 bits",
+            "give a number between them; --rule gives single matrices 4 bits",
         )
 
 

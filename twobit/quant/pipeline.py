@@ -114,6 +114,12 @@ def quantize(
         f"calibration: {len(calibration.sequences)} of {calibration.requested} sequences, "
         f"{calibration.tokens:,} tokens ({calibration.source})"
     )
+    widest = max(spec.shape[1] for spec in architecture.tensors() if spec.role == "linear")
+    if calibration.tokens < widest:
+        progress.warning(
+            f"{calibration.tokens:,} tokens to calibrate on, and the widest matrix has {widest:,} columns: "
+            "the model will be worse than it could be; give more text"
+        )
     progress.stage("checking the weights", sum(header.size for header in checkpoint.shards.values()))
     weights = checkpoint.fingerprint(progress.advance)
     fingerprints = [_fingerprint(weights, calibration, other) for _, other in asked]
