@@ -512,8 +512,8 @@ def page(results: Mapping[str, Any]) -> str:
 
 Written by `python bench/quality.py page > docs/quality.md` from `bench/results/quality.json`, which
 `python bench/quality.py collect` makes of what `make bench-quality` (`bench/quality.py run`) measured, some of it with
-another `--tokens` than its default: the tables say how many came of it. ± are standard errors. The checkpoints are those of
-`scripts/reference_checkpoints.py`: real models, with noise of one step of their source's grid.
+another `--tokens` than its default: the tables say how many came of it. ± are standard errors. The checkpoints
+are those of `scripts/reference_checkpoints.py`: real models, with noise of one step of their source's grid.
 
 ## Models
 
