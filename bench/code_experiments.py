@@ -28,7 +28,7 @@ import torch
 from draft_experiments import matrices
 
 from twobit.format import layout
-from twobit.quant.pipeline import DAMPING, SPARSE_DAMPING
+from twobit.quant import pipeline
 from twobit.quant.rounding import draft_weights, prepare, round_draft
 
 GROUP = layout.COLS
@@ -158,7 +158,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     for name, weight, hessian, held in matrices(args.checkpoint, args.layers, args.tokens):
         rows, cols = weight.shape
-        damping = DAMPING + SPARSE_DAMPING * cols / args.tokens
+        damping = pipeline.damping(cols, args.tokens)
         answers = held @ weight.T
         factor = prepare(hessian, damping)
 

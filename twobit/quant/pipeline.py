@@ -251,6 +251,11 @@ def _fingerprint(weights: str, calibration: calibrate.Calibration, options: Opti
     }
 
 
+def damping(columns: int, tokens: int) -> float:
+    """Damping of the rounding, in mean diagonals of a Hessian [columns, columns] of so many tokens."""
+    return DAMPING + SPARSE_DAMPING * columns / tokens
+
+
 def _producer() -> str:
     try:
         return f"twobit {metadata.version('twobit')}"
@@ -523,7 +528,7 @@ class _Run:
 
         names = ", ".join(spec.module for spec in group)
         try:
-            factor = prepare(hessian, DAMPING + SPARSE_DAMPING * len(hessian) / self.calibration.tokens, self.pool)
+            factor = prepare(hessian, damping(len(hessian), self.calibration.tokens), self.pool)
         except CalibrationError as error:
             raise CalibrationError(f"{names}: {error}", error.hint) from error
         if factor.note:

@@ -12,7 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -482,13 +482,13 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
-    short = tokenizer_cache.read(path)
-    if short is not None:
-        try:
+    def refusal(error: BaseException) -> TokenizerError:
+        return TokenizerError(unreadable(path, error), COPY_AGAIN)
+
+    if (short := tokenizer_cache.read(path)) is not None:
+        with suppress(TokenizerError), refusing(refusal):  # damaged: the file itself will do
             return tokenizers.Tokenizer.from_buffer(short)
-        except Exception:  # damaged: the file itself will do
-            pass
-    with refusing(lambda error: TokenizerError(unreadable(path, error), COPY_AGAIN)):
+    with refusing(refusal):
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())  # from_file takes no path that is not UTF-8
 
 
